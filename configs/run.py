@@ -46,7 +46,9 @@ class Source(Section):
     """Name one source of preference pairs."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    path: str | None = Field(None, description="a Parquet or JSONL file, local or s3://")
+    path: Annotated[str | None, NotInKey("the digest of its content is an input")] = Field(
+        None, description="a Parquet or JSONL file, local or s3://"
+    )
     generator: SyntheticSource | None = Field(None, description="make the pairs instead of reading them")
 
     @model_validator(mode="after")
@@ -102,7 +104,9 @@ class FewShot(Section):
 class BootstrapConfig(Section):
     """Warm-start on rationales of another source (the paper's bootstrapped rationales, Table 1)."""
 
-    rationales: str = Field(description="`generator` (the synthetic source writes them) or a Parquet/JSONL file")
+    rationales: Annotated[str, NotInKey("the digest of its content is an input")] = Field(
+        description="`generator` (the synthetic source writes them) or a Parquet/JSONL file"
+    )
     epochs: float | None = Field(None, gt=0, description="in place of train.epochs")
     learning_rate: float | None = Field(None, gt=0, description="in place of train.learning_rate")
 
@@ -129,7 +133,6 @@ class EngineConfig(Section):
     extra: Annotated[dict[str, Any], NotInKey("passed verbatim to vLLM; recorded in the manifest")] = Field(
         default_factory=dict
     )
-    script: str = Field("good", description="scripted engine only: which script answers")
 
 
 class SampleOrder(StrEnum):
@@ -263,11 +266,20 @@ for _model in (Source, PromptConfig, DataConfig, RunConfig):
 def key_part(section: Section) -> dict[str, Any]:
     """Give the JSON form of a section that goes into step keys: without `NotInKey` fields and neutral values."""
     part: dict[str, Any] = {}
+    plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if any(isinstance(mark, NotInKey) for mark in field.metadata):
             continue
         if any(isinstance(mark, Neutral) and mark.value == value for mark in field.metadata):
             continue
-        part[name] = key_part(value) if isinstance(value, Section) else section.model_dump(mode="json", include={name})[name]
+        part[name] = _key_value(value, plain[name])
     return part
+
+
+def _key_value(value: Any, plain: Any) -> Any:
+    if isinstance(value, Section):
+        return key_part(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], Section):
+        return [key_part(one) for one in value]
+    return plain

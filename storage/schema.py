@@ -134,6 +134,16 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("extra", pa.large_string()),  # the trainer's other numbers, JSON
         ]
     ),
+    "probes": pa.schema(  # some training rows with their log-probs, for the parity check of the next session
+        [
+            ("pair_id", pa.large_string()),
+            ("prompt", MESSAGES),
+            ("ids", pa.list_(pa.int32())),  # prompt and completion tokens
+            ("completion_tokens", pa.int32()),
+            ("logprobs", pa.list_(pa.float64())),  # of the completion's tokens under the trained model, nats
+            ("start_logprobs", pa.list_(pa.float64())),  # the same under the model that training started from
+        ]
+    ),
     "metrics": pa.schema(
         [
             ("suite", pa.large_string()),

@@ -1,0 +1,234 @@
+"""Find what the sections of a run contradict each other in, before any model is touched."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from configs.run import EngineKind, Method, RunConfig, Source
+
+PLACEHOLDERS = ("prompt", "response_a", "response_b")
+VERDICTS = ("[[A]]", "[[B]]")
+LORA_MIN_LEARNING_RATE = 1e-5
+VLLM_MAX_LORA_RANK = 512
+PACKAGE = "package:"
+
+# Arguments of vLLM that a key of ours sets: through `engine.extra` they would slip past the step keys.
+NAMED_ELSEWHERE = {
+    "model": "model.base",
+    "tokenizer": "model.base",
+    "revision": "model.revision",
+    "tokenizer_revision": "model.revision",
+    "max_model_len": "model.max_len",
+    "dtype": "engine.dtype",
+    "quantization": "engine.quantization",
+    "kv_cache_dtype": "engine.kv_cache_dtype",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "gpu_memory_utilization": "engine.gpu_memory",
+    "enforce_eager": "engine.enforce_eager",
+    "max_num_seqs": "engine.max_num_seqs",
+    "seed": "seed",
+    "enable_lora": "train.lora",
+    "max_lora_rank": "train.lora.r",
+}
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Hold one contradiction: the keys it is between, the first one to be shown, and the rest of the sentence."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def check(config: RunConfig) -> list[str]:
+    """Give one sentence for each contradiction: where, what, what to do; reads no more than the names of files."""
+    return [f"{conflict.keys[0]}: {conflict.text}." for conflict in conflicts(config)]
+
+
+def conflicts(config: RunConfig) -> list[Conflict]:
+    """Give every contradiction with the keys it is between."""
+    found: list[Conflict] = []
+    for part in (_model, _sources, _split, _prompt, _engine, _sampling, _selection, _training, _evaluation):
+        found += [Conflict(tuple(keys.split()), text) for keys, text in part(config)]
+    return found
+
+
+Found = Iterator[tuple[str, str]]  # keys, parted by blanks; text
+
+
+def _model(config: RunConfig) -> Found:
+    base, revision = config.model.base, config.model.revision
+    if base.startswith(PACKAGE) or Path(base).expanduser().exists():
+        return
+    if not is_hub_id(base):
+        yield "model.base", f"`{base}` is no folder here, no `{PACKAGE}NAME` and no hub id (`owner/name`); correct it"
+    elif revision is None:
+        yield (
+            "model.revision model.base",
+            f"the hub id `{base}` (no folder of that name is here) needs the commit it stands at; set the 40 hex digits "
+            "that the hub shows under Files, History",
+        )
+    elif not re.fullmatch(r"[0-9a-f]{40}", revision):
+        yield "model.revision", f"`{revision}` is no commit, and a branch or tag can move; give the 40 hex digits of a commit"
+
+
+def is_hub_id(base: str) -> bool:
+    """Say whether a base names a model on the Hugging Face hub: `owner/name`, and no folder of that name exists."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).expanduser().exists() and base[0] not in ".-"
+
+
+def _sources(config: RunConfig) -> Found:
+    named = {f"data.sources.{i}": source for i, source in enumerate(config.data.sources)}
+    named |= {f"data.suites.{i}": suite for i, suite in enumerate(config.data.suites)}
+    counts = Counter(source.name for source in named.values())
+    for key, source in named.items():
+        if counts[source.name] > 1:
+            counts[source.name] = 0  # one sentence a name
+            yield f"{key}.name", f"`{source.name}` names more than one source or suite; give each a name of its own"
+        if source.path is not None and (problem := _unreadable(source.path)):
+            yield f"{key}.path", problem
+    for (one, left), (other, right) in combinations(named.items(), 2):
+        if _same_rows(left, right):
+            yield f"{other} {one}", f"holds the same pairs as {one}, so they would count twice; leave one out"
+    bootstrap = config.bootstrap
+    if bootstrap and bootstrap.rationales == "generator":
+        if not any(source.generator for source in config.data.sources):
+            yield (
+                "bootstrap.rationales data.sources",
+                "`generator` needs a source with a `generator` in data.sources; name a file of rationales instead",
+            )
+    elif bootstrap and (problem := _unreadable(bootstrap.rationales)):
+        yield "bootstrap.rationales", problem
+    if problem := _bad_address(config.store):
+        yield "store", problem
+
+
+def _same_rows(left: Source, right: Source) -> bool:
+    return (left.path, left.generator) == (right.path, right.generator)
+
+
+def _unreadable(path: str) -> str | None:
+    """Say why no rows can come from a path, as far as its name tells."""
+    if "://" in path:
+        problem = _bad_address(path)
+        return problem or (None if path.removeprefix("s3://").partition("/")[2] else f"`{path}` names a bucket and no object; add it")
+    local = Path(path).expanduser()
+    if local.exists() or (glob.has_magic(path) and glob.glob(str(local))):
+        return None
+    return f"there is no file at {local.absolute()}; correct the path"
+
+
+def _bad_address(url: str) -> str | None:
+    if "://" not in url:
+        return None if url.strip() else "is empty; name a folder or `s3://bucket/prefix`"
+    if re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|\Z)", url):
+        return None
+    return f"`{url}` is no address that can be used; write `s3://bucket/prefix` (no user, no port) or a local path"
+
+
+def _split(config: RunConfig) -> Found:
+    split = config.split
+    if split.dev + split.test >= 1:
+        yield "split.dev split.test", f"{split.dev:g} and split.test {split.test:g} leave no pair to train on; keep the sum below 1"
+    if config.bootstrap is not None and split.bootstrap == 0:
+        yield "split.bootstrap bootstrap", "a warm start needs pairs of its own; set how many, or set `bootstrap: null`"
+    if config.bootstrap is None and split.bootstrap > 0:
+        yield "split.bootstrap bootstrap", f"sets {split.bootstrap} pairs apart for no warm start; set the section `bootstrap`, or 0"
+    if split.dev == 0 and (config.gate.on_worse == "stop" or config.gate.min_parse_rate > 0):
+        yield "split.dev gate", "the gate decides on dev pairs and there are none; raise it, or set gate.on_worse to continue"
+
+
+def _prompt(config: RunConfig) -> Found:
+    prompt = config.prompt
+    found = Counter(re.findall(r"\{([A-Za-z_][A-Za-z0-9_]*)\}", prompt.user))
+    known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    if unknown := [name for name in found if name not in PLACEHOLDERS]:
+        yield "prompt.user", f"has the unknown placeholder {{{unknown[0]}}}; there are {known}"
+    for name in PLACEHOLDERS:
+        if found[name] != 1:
+            yield "prompt.user", f"has the placeholder {{{name}}} {found[name]} times; write each of {known} once"
+    system = prompt.system or ""
+    for name in PLACEHOLDERS:
+        if f"{{{name}}}" in system:
+            yield "prompt.system", f"has the placeholder {{{name}}}, which is filled in prompt.user alone; move it there"
+    for index, shot in enumerate(prompt.few_shot):
+        for name in (*PLACEHOLDERS, "rationale"):
+            if not getattr(shot, name).strip():
+                yield f"prompt.few_shot.{index}.{name}", "is empty; write the example out"
+        if any(verdict in shot.rationale for verdict in VERDICTS):
+            yield f"prompt.few_shot.{index}.rationale", "holds a verdict, which is added from the key `verdict`; take it out"
+    told = all(verdict in system + prompt.user for verdict in VERDICTS) or prompt.few_shot or config.bootstrap
+    if not told and config.engine.kind is EngineKind.VLLM:
+        yield "prompt.user", "nothing tells the judge to end with [[A]] or [[B]]; say it, or give prompt.few_shot or a bootstrap"
+
+
+def _engine(config: RunConfig) -> Found:
+    for name in config.engine.extra:
+        ours = NAMED_ELSEWHERE.get(name.replace("-", "_"))
+        if ours is not None:
+            yield f"engine.extra.{name} {ours}", f"is set by {ours}; set it there, where the step keys see it"
+    if config.engine.kind is EngineKind.VLLM and config.train.lora and config.train.lora.r > VLLM_MAX_LORA_RANK:
+        yield "train.lora.r", f"{config.train.lora.r} is more than vLLM serves; use at most {VLLM_MAX_LORA_RANK}"
+
+
+def _sampling(config: RunConfig) -> Found:
+    sample = config.sample
+    if sample.max_tokens >= config.model.max_len:
+        yield (
+            "sample.max_tokens model.max_len",
+            f"{sample.max_tokens} leaves no room for the prompt within model.max_len {config.model.max_len}; lower it, or raise that",
+        )
+    if sample.n > 1 and sample.temperature == 0:
+        yield "sample.temperature sample.n", f"0 draws the same text {sample.n} times; raise it, or set sample.n to 1"
+    for index, stop in enumerate(sample.stop):
+        if not stop:
+            yield f"sample.stop.{index}", "is empty; take it out"
+        elif any(stop in verdict and not verdict.endswith(stop) for verdict in VERDICTS):
+            yield f"sample.stop.{index}", f"`{stop}` cuts the verdict itself off; choose a text that cannot begin one"
+
+
+def _selection(config: RunConfig) -> Found:
+    select = config.select
+    if select.min_right > select.max_right:
+        yield (
+            "select.min_right select.max_right",
+            f"{select.min_right:g} is above select.max_right {select.max_right:g}, so no pair passes; swap them",
+        )
+    if select.max_right == 0:
+        yield "select.max_right", "0 keeps only pairs without a right answer, which yield no row; raise it"
+    if config.method is Method.STAR_DPO:
+        if config.sample.n < 2:
+            yield "sample.n method", f"{config.sample.n} draw a pair cannot be both right and wrong, as star-dpo needs; set 2 or more"
+        if select.min_right == 1:
+            yield "select.min_right method", "1 keeps only pairs without a wrong answer, which star-dpo needs; lower it"
+
+
+def _training(config: RunConfig) -> Found:
+    train = config.train
+    if train.batch_size % train.per_device_batch:
+        yield (
+            "train.per_device_batch train.batch_size",
+            f"{train.per_device_batch} doesn't divide train.batch_size {train.batch_size}; choose a divisor",
+        )
+    rates = [("train.learning_rate", train.learning_rate)]
+    if config.bootstrap and config.bootstrap.learning_rate is not None:
+        rates.append(("bootstrap.learning_rate", config.bootstrap.learning_rate))
+    for key, rate in rates:
+        if train.lora and rate < LORA_MIN_LEARNING_RATE:
+            yield f"{key} train.lora", f"{rate:g} hardly moves a LoRA adapter; set 1e-5 or more (1e-4 is usual), or `train.lora: null`"
+    if train.reference == "previous" and config.method is not Method.STAR_DPO:
+        yield "train.reference method", f"`previous` means nothing to {config.method}, which has no reference model; set base"
+
+
+def _evaluation(config: RunConfig) -> Found:
+    evaluate = config.evaluate
+    for key in ("votes", "dev_votes"):
+        votes = getattr(evaluate, key)
+        if evaluate.temperature == 0 and votes > 1:
+            yield f"evaluate.{key} evaluate.temperature", f"{votes} votes at temperature 0 are one vote; set 1, or raise the temperature"

@@ -1,0 +1,271 @@
+"""Load a run's description: a preset or a YAML file, overrides on top, every problem found at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from configs.check import check, conflicts, is_hub_id
+from configs.explain import default_at, explain
+from configs.run import RunConfig
+from configs.syntax import Document, Key, Origin, Required, dotted, parse, write
+
+__all__ = ["ConfigError", "check", "load_config", "presets", "show"]
+
+PRESETS = Path(__file__).parent / "presets"
+PRESET, FILE, OVERRIDE = 0, 1, 2  # layers: the greater wins
+
+# Stand for missing values, so that the rest can still be checked; nothing said about them is shown.
+_STANDINS: dict[Key, Any] = {
+    ("model",): {"base": "."},
+    ("model", "base"): ".",
+    ("data",): {"sources": [{"name": "missing", "path": "."}]},
+    ("data", "sources"): [{"name": "missing", "path": "."}],
+    ("prompt",): {"user": "{prompt}{response_a}{response_b}"},
+    ("prompt", "user"): "{prompt}{response_a}{response_b}",
+}
+
+
+class ConfigError(ValueError):
+    """Refuse a configuration; `problems` holds one sentence for each thing that is wrong."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        head = "" if len(self.problems) == 1 else f"the configuration has {len(self.problems)} problems:\n"
+        super().__init__(head + "\n".join(self.problems))
+
+
+def presets() -> list[str]:
+    """Name the presets that ship."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def show(config: RunConfig) -> str:
+    """Write a whole configuration as YAML that loads as the same."""
+    return write(config.model_dump(mode="json"))
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Load a preset by name, or a YAML file, with overrides `a.b=value` on top.
+
+    A file may build on a preset with a top-level `preset: NAME`; its keys win, key by key, lists as a whole.
+    Raises ConfigError with all problems at once: of the writing, of each value, and between values.
+    """
+    document = _read(source)
+    for override in overrides:
+        _override(document, override)
+    config = _validate(document)
+    if config is None or document.problems:
+        raise ConfigError(document.problems)
+    return config
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _read(source: str | Path) -> Document:
+    """Read a preset, or a file over the preset that it names."""
+    if isinstance(source, str) and source in presets():
+        return _read_file(PRESETS / f"{source}.yaml", PRESET)
+    path = Path(source).expanduser()
+    if isinstance(source, str) and not path.exists() and path.parent == Path() and path.suffix not in (".yaml", ".yml"):
+        raise ConfigError([f"{source}: is no preset and no file; {_preset_hint(source)}."])
+    document = _read_file(path, FILE)
+    base = document.values.pop("preset", None)
+    if base is None:
+        return document
+    if base not in presets():
+        document.problems.append(f"preset ({document.origin(('preset',))}): `{base}` is no preset; {_preset_hint(str(base))}.")
+        return document
+    return _over(_read_file(PRESETS / f"{base}.yaml", PRESET), document)
+
+
+def _preset_hint(name: str) -> str:
+    near = difflib.get_close_matches(name, presets(), 1, 0.4)
+    return f"did you mean `{near[0]}`?"[:-1] + f"? presets are {', '.join(presets())}" if near else f"presets are {', '.join(presets())}"
+
+
+def _read_file(path: Path, layer: int) -> Document:
+    """Read one file that must hold keys and values."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: there is no file at {path.absolute()}; presets are {', '.join(presets())}."]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: can't be read as UTF-8 text ({error}); give a YAML file."]) from None
+    document = parse(text, name=path.name if layer == PRESET else str(path), layer=layer)
+    if not isinstance(document.values, dict):
+        held = "is empty" if document.values is None else "holds no keys"
+        raise ConfigError(document.problems or [f"{path}: {held}; write `key: value` lines, or start from `preset: star-dpo`."])
+    return document
+
+
+def _over(base: Document, top: Document) -> Document:
+    """Lay a document over another, by presence of keys; a list or a value replaces the whole."""
+
+    def lay(under: dict[str, Any], over: dict[str, Any], key: Key) -> None:
+        for name, value in over.items():
+            inner = (*key, name)
+            if isinstance(value, dict) and isinstance(under.get(name), dict):
+                lay(under[name], value, inner)
+            else:
+                under[name] = value
+                _forget(base, inner)
+                base.origins |= {place: origin for place, origin in top.origins.items() if place[: len(inner)] == inner}
+
+    lay(base.values, top.values, ())
+    base.problems += top.problems
+    base.origins[()] = top.origin(())
+    return base
+
+
+def _forget(document: Document, key: Key) -> None:
+    document.origins = {place: origin for place, origin in document.origins.items() if place[: len(key)] != key}
+
+
+# ---- overrides -------------------------------------------------------------------------------------------------------
+
+
+def _override(document: Document, text: str) -> None:
+    """Set one key from `a.b=value`; the value is YAML, the index of a list counts from 0, its length appends."""
+    name, equals, written = text.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not all(parts):
+        document.problems.append(f"--set {text}: is no `KEY=VALUE`; write it like `train.learning_rate=1e-5`.")
+        return
+    value = parse(written, name=f"--set {text}", layer=OVERRIDE)
+    if value.problems:
+        document.problems.append(f"--set {text}: the value can't be read as YAML; put it in quotes within the quotes.")
+        return
+    try:
+        key = _place(document.values, parts, value.values)
+    except LookupError as error:
+        document.problems.append(f"--set {text}: {error.args[0]}.")
+        return
+    _forget(document, key)
+    document.origins[key] = Origin(f"--set {text}", layer=OVERRIDE)
+
+
+def _place(container: Any, parts: Sequence[str], value: Any) -> Key:
+    """Put a value below a container; make what is not there yet. Raises LookupError with the reason."""
+    key: Key = ()
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        index = _index(container, part, key)
+        key = (*key, index)
+        if following is None:
+            _put(container, index, value)
+            return key
+        inner = container[index] if index in _indices(container) else default_at(key)
+        if not isinstance(inner, dict | list):
+            if isinstance(inner, str | int | float) :
+                raise LookupError(f"{dotted(key)} is a single value and has no `{following}`")
+            inner = [] if following.isdigit() else {}
+        _put(container, index, inner)
+        container = inner
+    return key
+
+
+def _indices(container: dict[str, Any] | list[Any]) -> Any:
+    return container if isinstance(container, dict) else range(len(container))
+
+
+def _index(container: dict[str, Any] | list[Any], part: str, key: Key) -> str | int:
+    if isinstance(container, dict):
+        return part
+    if part.isdecimal() and int(part) <= len(container):
+        return int(part)
+    raise LookupError(f"{dotted(key)} is a list of {len(container)}; give an index from 0, {len(container)} to append")
+
+
+def _put(container: Any, index: str | int, value: Any) -> None:
+    if isinstance(container, list) and index == len(container):
+        container.append(value)
+    else:
+        container[index] = value
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+
+
+def _validate(document: Document) -> RunConfig | None:
+    """Check each value, then the values against each other; add what is wrong to the document's problems."""
+    wrong: dict[Key, str] = {}
+    for key, leaf in list(_leaves(document.values, ())):
+        if isinstance(leaf, Required):
+            wrong[key] = f"must be set: {leaf.description}; add `--set {dotted(key)}=…`"
+            _put(_at(document.values, key[:-1]), key[-1], ".")
+        elif isinstance(leaf, float) and not math.isfinite(leaf):
+            wrong[key] = f"must be a finite number, not {leaf}"
+    config, errors = _parse_model(document.values)
+    wrong = {**errors, **wrong}
+    if errors:
+        config = _parse_model(_mended(document.values, errors))[0]
+    document.problems += [f"{dotted(key)} ({document.origin(key)}): {_stop(text)}" for key, text in wrong.items()]
+    if config is not None:
+        document.problems += _conflicts(document, config, list(wrong))
+    return config
+
+
+def _stop(text: str) -> str:
+    return text if text.endswith("?") else f"{text}."
+
+
+def _parse_model(values: Any) -> tuple[RunConfig | None, dict[Key, str]]:
+    """Build the model by JSON's strict rules: no number in quotes, no true for 1."""
+    try:
+        return RunConfig.model_validate_json(json.dumps(values), strict=True), {}
+    except ValidationError as error:
+        return None, explain(error, values)
+
+
+def _leaves(values: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    if isinstance(values, dict | list):
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _leaves(value, (*key, name))
+    else:
+        yield key, values
+
+
+def _at(values: Any, key: Key) -> Any:
+    for part in key:
+        values = values[part]
+    return values
+
+
+def _mended(values: Any, wrong: dict[Key, str]) -> Any:
+    """Copy the values with the wrong ones taken out (their defaults hold) and the missing ones stood in for."""
+    mended = json.loads(json.dumps(values))
+    for key in sorted(wrong, key=len, reverse=True):
+        container = _at(mended, key[:-1]) if key else mended
+        if key in _STANDINS:
+            container[key[-1]] = _STANDINS[key]
+        elif key and isinstance(container, dict):
+            container.pop(key[-1], None)
+    return mended
+
+
+def _conflicts(document: Document, config: RunConfig, wrong: list[Key]) -> list[str]:
+    """Give what contradicts, but for what touches a key that is wrong by itself."""
+    shown = []
+    spoilt = {dotted(key) for key in wrong}
+    for conflict in conflicts(config):
+        if any(_touch(key, bad) for key in conflict.keys for bad in spoilt):
+            continue
+        first: Key = tuple(int(part) if part.isdecimal() else part for part in conflict.keys[0].split("."))
+        shown.append(f"{conflict.keys[0]} ({document.origin(first)}): {conflict.text}.")
+    base, revision = document.origin(("model", "base")), document.origin(("model", "revision"))
+    if config.model.revision and base.layer > revision.layer and is_hub_id(config.model.base):
+        shown.append(f"model.revision ({revision}): belongs to another model than `{config.model.base}` ({base}); set it too.")
+    return shown
+
+
+def _touch(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

@@ -1,0 +1,170 @@
+"""Store model weights as a set of safe files named by the digest of their index; no pickle gets in or out."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from storage import failpoint, layout, record
+from storage.backend import NotFoundError
+from storage.cache import download
+from storage.digest import canonical_json, digest_bytes, digest_file
+from storage.errors import CorruptArtifactError, StoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from storage.backend import Backend
+    from storage.cache import ObjectCache
+
+INDEX = "index.json"
+_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
+_MAX_HEADER = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """Name a stored checkpoint; `bytes` counts all its files."""
+
+    digest: str
+    bytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    bytes: int
+    sha256: str
+
+
+def put(backend: Backend, folder: Path) -> CheckpointRef:
+    """Store the files of a folder, then the index that names them; storing the same files again stores nothing.
+
+    Raises StoreError for anything but a flat folder of safetensors, JSON, tokenizer and template files.
+    """
+    paths = _checked(folder)
+    entries = [_Entry(name, path.stat().st_size, digest_file(path)) for name, path in paths.items()]
+    index = canonical_json({"files": [asdict(entry) for entry in entries]})
+    digest = digest_bytes(index)
+    for entry in entries:
+        key = layout.checkpoint(digest, entry.name)
+        backend.put_file(key, paths[entry.name], sha256=entry.sha256, read_back=True)
+    failpoint.hit(f"checkpoint {digest} payload stored")
+    if not backend.put_new(layout.checkpoint_index(digest), index):
+        _read_index(
+            backend, digest
+        )  # damaged on the way is fine, damaged in the store is an error here and not in a week
+    return CheckpointRef(digest=digest, bytes=sum(entry.bytes for entry in entries), files=tuple(paths))
+
+
+def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:
+    """Return a local folder with exactly the files of a checkpoint, verified; damage raises CorruptArtifactError."""
+    target = cache.folder(digest)
+    if cache.trusted(digest):
+        os.utime(target)
+        return target
+    entries = _read_index(backend, digest)
+    if _holds(target, entries):
+        return cache.trust_folder(digest)
+    with cache.scratch() as scratch:
+        built = scratch / "checkpoint"
+        built.mkdir()
+        for entry in entries:
+            download(
+                backend,
+                layout.checkpoint(digest, entry.name),
+                built / entry.name,
+                sha256=entry.sha256,
+                size=entry.bytes,
+            )
+        _checked(built)
+        return cache.keep_folder(built, digest)
+
+
+def _checked(folder: Path) -> dict[str, Path]:
+    """Return the files of a checkpoint folder by name, in order; refuse all that could run code or isn't whole."""
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is not a folder with a checkpoint")
+    paths = {path.name: path for path in sorted(folder.iterdir())}
+    for name, path in paths.items():
+        _check_name(name, str(path))
+        if path.is_symlink() or not path.is_file():
+            raise StoreError(f"{path} is not a plain file; a checkpoint is a flat folder of files")
+        if name.endswith(".safetensors"):
+            _check_safetensors(path)
+        elif name.endswith(".json"):
+            _check_json(path)
+    if not any(name.endswith(".safetensors") for name in paths):
+        raise StoreError(f"{folder} has no .safetensors file; save the model with safe_serialization=True")
+    return paths
+
+
+def _check_name(name: str, where: str) -> None:
+    layout.name(name)
+    if name == INDEX or not name.endswith(_SUFFIXES):
+        raise StoreError(
+            f"{where} has no place in a checkpoint; remove it: only {', '.join(_SUFFIXES)} files are stored, "
+            "never a pickle"
+        )
+
+
+def _check_safetensors(path: Path) -> None:
+    """Check that the header is JSON and that the tensors fill the file exactly (https://github.com/huggingface/safetensors#format)."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MAX_HEADER:
+                raise ValueError("header too long")
+            header = json.loads(file.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        if 8 + length + end != path.stat().st_size:
+            raise ValueError("tensors don't fill the file")
+    except (ValueError, struct.error, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise StoreError(f"{path} is not a whole safetensors file ({error}); save the model again") from None
+
+
+def _check_json(path: Path) -> None:
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise StoreError(f"{path} is not JSON; save the model again") from None
+
+
+def _read_index(backend: Backend, digest: str) -> list[_Entry]:
+    key = layout.checkpoint_index(digest)
+    found = ""
+    for _ in range(record.READ_TRIES):
+        try:
+            data = backend.get(key)
+        except NotFoundError:
+            raise StoreError(
+                f"there is no checkpoint {digest} in {backend.url}; train it again or copy it there"
+            ) from None
+        found = digest_bytes(data)
+        if found == digest:
+            return [_entry(entry, backend.address(key)) for entry in json.loads(data)["files"]]
+    raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; run `starwheel verify`")
+
+
+def _entry(fields: dict[str, Any], address: str) -> _Entry:
+    entry = _Entry(**fields)
+    _check_name(entry.name, f"{entry.name} in {address}")
+    return entry
+
+
+def _holds(folder: Path, entries: list[_Entry]) -> bool:
+    """Say whether a cached folder has these files and no others, with these digests."""
+    if not folder.is_dir() or {path.name for path in folder.iterdir()} != {entry.name for entry in entries}:
+        return False
+    paths = {entry: folder / entry.name for entry in entries}
+    return all(
+        path.is_file()
+        and not path.is_symlink()
+        and path.stat().st_size == entry.bytes
+        and digest_file(path) == entry.sha256
+        for entry, path in paths.items()
+    )

@@ -1,0 +1,113 @@
+"""Keep the log of a run: gapless, chained by hash, appended by exclusive create; its epoch is the fence against stale holders."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from storage import failpoint, layout, record
+from storage.backend import NotFoundError
+from storage.digest import digest_bytes
+from storage.errors import CorruptArtifactError, FencedError, StoreError
+
+if TYPE_CHECKING:
+    from storage.backend import Backend
+
+_GENESIS = "0" * 64
+
+
+class RunLog:
+    """Append to and read the log of one run.
+
+    `open` takes the run over: its record, of the next epoch, makes every later append of the holder before it collide
+    and stop. The log's existence is found by reading 0, 1, 2 … until there is none: never by listing.
+    """
+
+    def __init__(self, backend: Backend, run_id: str) -> None:
+        self._backend = backend
+        self._run_id = run_id
+        self._epoch: int | None = None
+        self._records: list[dict[str, Any]] = []
+        self._head = _GENESIS
+        self._lock = threading.Lock()
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch this holder writes under, None before `open`."""
+        return self._epoch
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return all records, verified; a gap in the chain or a falling epoch raises CorruptArtifactError."""
+        with self._lock:
+            self._catch_up()
+            return list(self._records)
+
+    def open(self, **fields: Any) -> int:
+        """Take the run over and return the new epoch; `opened` is appended with the fields, host and process id."""
+        with self._lock:
+            while True:
+                self._catch_up()
+                epoch = 1 + max((entry["epoch"] for entry in self._records), default=0)
+                holder = {"host": socket.gethostname(), "pid": os.getpid()}
+                if self._write({"kind": "opened", "epoch": epoch, **holder, **fields}):
+                    self._epoch = epoch
+                    return epoch
+
+    def append(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Append a record and return it as stored; raises FencedError when someone has taken the run over."""
+        with self._lock:
+            if self._epoch is None:
+                raise StoreError(f"the log of run {self._run_id} is not open for writing; open it first")
+            while not self._write({"kind": kind, "epoch": self._epoch, **fields}):
+                self._catch_up()
+                self._stop_if_fenced()
+            return self._records[-1]
+
+    def _write(self, fields: dict[str, Any]) -> bool:
+        """Try to put a record at the next place; whose record is there is told by its nonce, not by the answer."""
+        seq, nonce = len(self._records), secrets.token_hex(16)
+        entry = {
+            **fields,
+            "seq": seq,
+            "prev": self._head,
+            "nonce": nonce,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self._backend.put_new(layout.log(self._run_id, seq), record.encode(entry))
+        failpoint.hit(f"log {self._run_id} {seq} appended")
+        self._read_next()
+        return bool(len(self._records) > seq and self._records[seq]["nonce"] == nonce)
+
+    def _stop_if_fenced(self) -> None:
+        for entry in self._records:
+            if self._epoch is not None and entry["epoch"] > self._epoch:
+                raise FencedError(
+                    f"run {self._run_id} was taken over by process {entry.get('pid')} on {entry.get('host')} at "
+                    f"{entry.get('time')}; "
+                    "what this process committed stays valid, it stops here"
+                )
+
+    def _catch_up(self) -> None:
+        while self._read_next():
+            pass
+
+    def _read_next(self) -> bool:
+        seq = len(self._records)
+        key = layout.log(self._run_id, seq)
+        try:
+            entry, data = record.read(self._backend, key)
+        except NotFoundError:
+            return False
+        last_epoch = self._records[-1]["epoch"] if self._records else 1
+        if entry.get("seq") != seq or entry.get("prev") != self._head or entry.get("epoch", 0) < last_epoch:
+            raise CorruptArtifactError(
+                f"{self._backend.address(key)} doesn't follow from the record before it; run `starwheel verify "
+                f"{self._run_id}`"
+            )
+        self._records.append(entry)
+        self._head = digest_bytes(data)
+        return True

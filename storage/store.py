@@ -1,0 +1,199 @@
+"""Open a store and ask it what is committed: the one truth about steps, checkpoints and runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from storage import checkpoint, layout, record
+from storage.attempt import Attempt, read_files
+from storage.backend import NotFoundError
+from storage.cache import ObjectCache
+from storage.errors import StoreError
+from storage.local import LocalBackend
+from storage.probe import probe
+from storage.runlog import RunLog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from storage.backend import Backend
+    from storage.checkpoint import CheckpointRef
+    from storage.manifest import Artifact, Manifest
+
+_LOCAL_RACES = {"rounds": 2, "threads": 6}
+_S3_RACES = {"rounds": 10, "threads": 12}
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """Hold what was frozen when a run was made."""
+
+    run_id: str
+    config: Mapping[str, Any]
+    code_version: str
+    created: str
+
+
+class Store:
+    """Read what is committed and lend attempts to write; made by `open_store`."""
+
+    def __init__(self, backend: Backend, cache: ObjectCache, *, store_id: str = "") -> None:
+        self.backend = backend
+        self.cache = cache
+        self.store_id = store_id
+
+    @property
+    def url(self) -> str:
+        """The address of the store, without credentials."""
+        return self.backend.url
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def manifest(self, key: str) -> Manifest | None:
+        """Return the manifest of a step if its attempt that counts is committed, else None.
+
+        The attempt that counts is the first one that isn't void; nothing is listed: one GET and one HEAD for a
+        committed step.
+        """
+        number = 0
+        while True:
+            attempt = self._attempt(key, number)
+            found = attempt.read_manifest()
+            if not attempt.is_void():
+                return found
+            number += 1
+
+    def attempt(self, key: str) -> Attempt:
+        """Return the attempt to write: the first one that isn't void."""
+        number = 0
+        while (attempt := self._attempt(key, number)).is_void():
+            number += 1
+        return attempt
+
+    def void(self, key: str, reason: str, who: str) -> int:
+        """Mark the attempt that counts as one that no longer does, and return its number; the next one may be written."""
+        attempt = self.attempt(key)
+        fields = {
+            "reason": reason,
+            "who": who,
+            "time": _now().isoformat(timespec="seconds"),
+            "nonce": secrets.token_hex(16),
+        }
+        self.backend.put_new(layout.void(key, attempt.number), record.encode(fields))
+        return attempt.number
+
+    def read(self, artifact: Artifact, columns: list[str] | None = None) -> pa.Table:
+        """Return the rows of an artifact in the order they were committed; every file's digest is checked before use."""
+        return pa.concat_tables(read_files(self.backend, self.cache, artifact.name, artifact.files, columns=columns))
+
+    def fetch(self, artifact: Artifact) -> list[Path]:
+        """Return verified local copies of an artifact's Parquet files, in order."""
+        return [
+            self.cache.fetch(self.backend, file.path, sha256=file.sha256, size=file.bytes) for file in artifact.files
+        ]
+
+    def put_checkpoint(self, folder: Path) -> CheckpointRef:
+        """Store a flat folder of safetensors, JSON, tokenizer and template files; see `storage.checkpoint.put`."""
+        return checkpoint.put(self.backend, folder)
+
+    def fetch_checkpoint(self, digest: str) -> Path:
+        """Return a verified local folder of a checkpoint; don't write into it."""
+        return checkpoint.fetch(self.backend, self.cache, digest)
+
+    def create_run(self, name: str, config: Mapping[str, Any], *, code_version: str) -> str:
+        """Freeze a config under a new run id `<name>-<utc>-<4 hex>` and return the id."""
+        while True:
+            now = _now()
+            run_id = layout.name(f"{name}-{now:%Y%m%dt%H%M%S}-{secrets.token_hex(2)}")
+            created = now.isoformat(timespec="seconds")
+            frozen = {"run_id": run_id, "config": config, "code_version": code_version, "created": created}
+            if self.backend.put_new(layout.run(run_id), record.encode({**frozen, "nonce": secrets.token_hex(16)})):
+                return run_id
+
+    def run(self, run_id: str) -> RunRecord:
+        """Return what was frozen when the run was made, or raise StoreError naming the runs there are."""
+        try:
+            fields, _ = record.read(self.backend, layout.run(run_id))
+        except NotFoundError:
+            known = ", ".join(self.runs()[-5:]) or "none"
+            raise StoreError(f"there is no run {run_id} in {self.url}; the latest are: {known}") from None
+        return RunRecord(run_id, fields["config"], fields["code_version"], fields["created"])
+
+    def run_config(self, run_id: str) -> Mapping[str, Any]:
+        """Return the frozen config of a run."""
+        return self.run(run_id).config
+
+    def runs(self) -> list[str]:
+        """List the ids of all runs, by name and then by time."""
+        return [run_id for run_id in self.backend.folders(layout.RUNS) if _is_name(run_id)]
+
+    def run_log(self, run_id: str) -> RunLog:
+        """Return the log of a run, to read or to open for writing."""
+        return RunLog(self.backend, run_id)
+
+    def _attempt(self, key: str, number: int) -> Attempt:
+        return Attempt(key=key, number=number, backend=self.backend, cache=self.cache)
+
+
+def open_store(url: str, *, cache: Path | None = None, create: bool = True) -> Store:
+    """Open the store at `s3://bucket/prefix` or in a folder, making it where there is none and `create` allows.
+
+    `cache` is the folder of verified local copies; by default `STARWHEEL_CACHE`, else `.cache` in a local store, else
+    the user's cache folder. A new store is probed by a race of exclusive creates; one that isn't safe is refused with
+    StoreError.
+    """
+    backend = _backend(url)
+    try:
+        fields, _ = record.read(backend, layout.FORMAT)
+    except NotFoundError:
+        if not create:
+            raise StoreError(
+                f"there is no store at {backend.url}; check the address, or make one with `starwheel run`"
+            ) from None
+        fields = _make(backend)
+    return Store(backend, ObjectCache(cache or _default_cache(backend)), store_id=fields["store_id"])
+
+
+def _backend(url: str) -> Backend:
+    if url.startswith("s3://"):
+        from storage.s3 import S3Backend  # here, so that local work doesn't load the AWS libraries
+
+        return S3Backend(url)
+    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", url):
+        raise StoreError(f"a store can't be opened under {scheme.group()}; use s3://bucket/prefix or a folder")
+    return LocalBackend(url)
+
+
+def _make(backend: Backend) -> dict[str, Any]:
+    races = _LOCAL_RACES if isinstance(backend, LocalBackend) else _S3_RACES
+    found = probe(backend, **races)
+    backend.put_new(layout.FORMAT, record.encode({"store_id": secrets.token_hex(16), "probe": found}))
+    return record.read(backend, layout.FORMAT)[0]
+
+
+def _default_cache(backend: Backend) -> Path:
+    if folder := os.environ.get("STARWHEEL_CACHE"):
+        return Path(folder)
+    if isinstance(backend, LocalBackend):
+        return Path(backend.url, ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "starwheel")
+
+
+def _is_name(text: str) -> bool:
+    try:
+        return layout.name(text) == text
+    except StoreError:
+        return False
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,36 @@
+"""Build the warm start's rows from rationales of another source (paper, Table 1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.run import RunConfig
+from storage.manifest import Manifest
+from storage.schema import Split
+from tasks import pairs
+from tasks.judge import prompts
+from tasks.split import committed_split
+from tasks.step import Context, Step
+
+VERSION = 1
+
+
+def bootstrap_step(config: RunConfig, split: Manifest) -> Step:
+    """Name the step by the rationales, which the split step stored beside the pairs."""
+    inputs = {name: split.artifacts[name].digest for name in ("pairs", "splits", "rationales")}
+    parts = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "rows": pairs.VERSION}
+    return Step("bootstrap", VERSION, inputs, parts)
+
+
+def make_bootstrap(context: Context, split: Manifest) -> dict[str, Any]:
+    """Give one SFT row a rationale of the pairs set apart for the warm start."""
+    view = committed_split(context, split.key)
+    rationales = context.store.read(split.artifacts["rationales"])
+    rows = pairs.rationale_rows(rationales, view.pairs(Split.BOOTSTRAP), context.config.prompt)
+    unused = rationales.num_rows - rows.num_rows
+    counts = {
+        "in": rationales.num_rows,
+        "kept": rows.num_rows,
+        "dropped": {"pair_not_in_bootstrap": unused} if unused else {},
+    }
+    return {"tables": {"sft": rows}, "counts": counts}

@@ -1,0 +1,116 @@
+"""Say what an engine is: token ids in, texts and letter probabilities out, many requests in flight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Say how completions are drawn."""
+
+    n: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Ask for `sampling.n` completions of a prompt, for the probabilities of two letters, or for log-probs.
+
+    Attributes:
+        tag: the caller's name of the request; comes back with the response.
+        ids: prompt token ids.
+        model: digest of the model to ask; an engine may serve the base model and one adapter.
+        sampling: draw completions, else None.
+        letters: token ids of A and B: give their log-probs as the next token.
+        scored: give the log-probs of the last `scored` prompt tokens.
+    """
+
+    tag: Any
+    ids: Sequence[int]
+    model: str
+    sampling: Sampling | None = None
+    letters: tuple[int, int] | None = None
+    scored: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Hold one completion: `finish_reason` is stop or length; `logprob` sums over its tokens, in nats."""
+
+    text: str
+    finish_reason: str
+    n_tokens: int
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Answer one request; `error` is set where the request can never succeed (a prompt that is too long)."""
+
+    tag: Any
+    texts: tuple[Text, ...] = ()
+    letter_logprobs: tuple[float, float] | None = None
+    logprobs: tuple[float, ...] = ()
+    error: str | None = None
+
+
+class Template(Protocol):
+    """Turn messages and text into token ids, as the trainer does."""
+
+    def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Render conversations with the generation prompt; one list of ids each."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text without special tokens."""
+        ...
+
+    def letters(self) -> tuple[int, int]:
+        """Give the token ids of A and B after `[[`."""
+        ...
+
+
+class Engine(Protocol):
+    """Answer requests; add many, then poll until every tag came back."""
+
+    template: Template
+    capacity: int  # sequences worth keeping in flight
+    pids: tuple[int, ...]  # processes of this start
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        ...
+
+    def poll(self) -> list[Response]:
+        """Advance and give what finished; TransientError when the engine died."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Served:
+    """Name the weights an engine serves: the base folder, and an adapter folder or None, each with its model digest."""
+
+    base: Path
+    base_digest: str
+    adapter: Path | None = None
+    adapter_digest: str | None = None
+
+
+def prob_a(letter_logprobs: tuple[float, float]) -> float:
+    """Renormalise two log-probs: P(A) / (P(A) + P(B)), computed as a logistic so that it can't overflow."""
+    a, b = letter_logprobs
+    return 1.0 / (1.0 + math.exp(min(max(b - a, -700.0), 700.0)))

@@ -1,0 +1,145 @@
+"""Serve completions with vLLM, on CUDA and on CPU, base weights and LoRA adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from configs.run import EngineConfig
+from storage.errors import MissingDependencyError, StepFailedError, TransientError
+from tasks.engines.base import Request, Response, Served, Text
+from tasks.engines.template import ChatTemplate
+
+
+class VllmEngine:
+    """Drive one `LLMEngine` request by request, so that shards commit while later requests run."""
+
+    def __init__(self, served: Served, config: EngineConfig, template: ChatTemplate, *, max_len: int, seed: int) -> None:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.cpu_kv_cache_gib))
+        try:
+            from vllm import EngineArgs, LLMEngine
+            from vllm.lora.request import LoRARequest
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"engine.kind is vllm but vLLM can't be imported ({error}): "
+                "`pip install 'starwheel[gpu]'`, or `pip install 'starwheel[cpu]'` without a GPU"
+            ) from error
+        self.template = template
+        self.capacity = config.max_num_seqs
+        self._served = served
+        self._adapter = (
+            LoRARequest("judge", 1, str(served.adapter), base_model_name=str(served.base)) if served.adapter else None
+        )
+        arguments: dict[str, Any] = {
+            "model": str(served.base),
+            "dtype": config.dtype,
+            "quantization": config.quantization,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "tensor_parallel_size": config.tensor_parallel,
+            "gpu_memory_utilization": config.gpu_memory,
+            "enforce_eager": config.enforce_eager,
+            "max_num_seqs": config.max_num_seqs,
+            "max_model_len": max_len + 2,  # the forced choice appends `[[` and reads one token
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",  # the checkpoint's own sampling defaults don't leak in
+            "trust_remote_code": False,
+            "disable_log_stats": True,
+            "seed": seed,
+            **({"enable_lora": True, "max_lora_rank": _rank(served)} if served.adapter else {}),
+            **config.extra,
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._running: dict[str, Request] = {}
+        self._failed: list[Response] = []
+        self._count = 0
+        self.pids = _children()
+
+    def add(self, request: Request) -> None:
+        """Queue a request; one that can never succeed comes back with its error."""
+        from vllm.inputs import TokensPrompt
+
+        self._count += 1
+        name = str(self._count)
+        try:
+            self._engine.add_request(
+                name,
+                TokensPrompt(prompt_token_ids=list(request.ids)),
+                _params(request),
+                lora_request=self._lora(request.model),
+            )
+        except ValueError as error:
+            self._failed.append(Response(request.tag, error=str(error).splitlines()[0]))
+            return
+        self._running[name] = request
+
+    def _lora(self, model: str) -> Any:
+        if model == self._served.adapter_digest:
+            return self._adapter
+        if model == self._served.base_digest:
+            return None
+        raise StepFailedError(f"this engine doesn't serve the model {model[:12]}")
+
+    def poll(self) -> list[Response]:
+        """Advance one engine step."""
+        failed, self._failed = self._failed, []
+        if not self._running:
+            return failed
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # vLLM raises many kinds; whatever ends its loop may be mended by a new start
+            raise TransientError(f"the vLLM engine stopped: {type(error).__name__}: {error}") from error
+        return failed + [self._response(output) for output in outputs if output.finished]
+
+    def _response(self, output: Any) -> Response:
+        request = self._running.pop(output.request_id)
+        if request.letters:
+            first = output.outputs[0].logprobs[0]
+            a, b = (first[token].logprob for token in request.letters)
+            return Response(request.tag, letter_logprobs=(a, b))
+        if request.scored:
+            rows = output.prompt_logprobs[-request.scored :]
+            ids = request.ids[-request.scored :]
+            return Response(request.tag, logprobs=tuple(row[token].logprob for row, token in zip(rows, ids, strict=True)))
+        return Response(
+            request.tag,
+            tuple(Text(one.text, one.finish_reason, len(one.token_ids), one.cumulative_logprob) for one in output.outputs),
+        )
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        self._engine.engine_core.shutdown()
+
+
+def _params(request: Request) -> Any:
+    """Translate a request; no per-request seed, which the CPU generator refuses."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    final = {"output_kind": RequestOutputKind.FINAL_ONLY}
+    if request.sampling is None:
+        asked = {"logprob_token_ids": list(request.letters)} if request.letters else {"prompt_logprobs": 0}
+        return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **asked, **final)
+    return SamplingParams(
+        n=request.sampling.n,
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        max_tokens=request.sampling.max_tokens,
+        stop=list(request.sampling.stop),
+        include_stop_str_in_output=True,
+        logprobs=0,
+        **final,
+    )
+
+
+def _rank(served: Served) -> int:
+    """Read the adapter's rank, rounded up to one that vLLM knows."""
+    assert served.adapter is not None
+    rank = json.loads((served.adapter / "adapter_config.json").read_text())["r"]
+    return next(known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= rank)
+
+
+def _children() -> tuple[int, ...]:
+    import psutil
+
+    return tuple(child.pid for child in psutil.Process().children(recursive=True))

@@ -1,0 +1,198 @@
+"""Do the steps of a run: reuse what is committed, start a job for what is not, write the run's log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.run import Method, RunConfig
+from storage.errors import StepFailedError
+from storage.manifest import Manifest
+from storage.runlog import RunLog
+from storage.store import Store
+from tasks import bootstrap, models, pairs, select, split, train
+from tasks.engines.base import Engine
+from tasks.jobs.entry import JobSpec
+from tasks.jobs.launch import Launcher
+from tasks.jobs.session import Session, SessionPlan, SessionResult
+from tasks.models import Model
+from tasks.step import Context, Event, Step
+
+
+class NotCommittedError(Exception):
+    """Say that a step has no committed result and may not be computed here."""
+
+    def __init__(self, step: str) -> None:
+        self.step = step
+        super().__init__(step)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Name a judge: number 0 is the base model or its warm start; `train` is the key of the step that made it."""
+
+    number: int
+    model: Model
+    train: str | None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Name a committed score: which checkpoint (-1: the untrained base beside checkpoint 0) on which suite."""
+
+    checkpoint: int
+    suite: str
+    score: Manifest
+
+
+class Run:
+    """Hold one run: each method is a step of the loop, done or found done when it returns."""
+
+    def __init__(
+        self, context: Context, run_id: str, log: RunLog, launcher: Launcher, *, listen: Callable[[Event], None]
+    ) -> None:
+        self.run_id, self.config = run_id, context.config
+        self._launcher, self._log, self._listen = launcher, log, listen
+        self._context = Context(context.store, context.config, context.work, self._heard)
+        self._logged = {_use(one) for one in log.records() if one["kind"] == "step"}
+        self.scores: list[Scored] = []
+
+    def _heard(self, event: Event) -> None:
+        """Write committed steps to the log, once each, and pass every event on."""
+        if event["event"] == "step":
+            use = {name: event[name] for name in ("iteration", "step", "label", "key", "attempt", "reused")}
+            if _use(use) not in self._logged:
+                self._log.append("step", **use)
+                self._logged.add(_use(use))
+        self._listen(event)
+
+    def base(self) -> Model:
+        """Put the base model into the store and name it by its digest."""
+        step = models.base_step(self.config, self._cache)
+        manifest = self._job("base", step, {}, iteration=0)
+        return Model(**manifest.facts["model"])
+
+    def split(self, base: Model) -> Manifest:
+        """Read the pairs and cut them: dev, test, warm start, one part an iteration."""
+        step = split.split_step(self.config, base, split.fetch_sources(self.config, self._cache))
+        return self._job("split", step, {"base": base.to_json()}, iteration=0)
+
+    def bootstrap(self, data: Manifest) -> Manifest:
+        """Build the warm start's rows."""
+        step = bootstrap.bootstrap_step(self.config, data)
+        return self._here(step, lambda: bootstrap.make_bootstrap(self._context, data), iteration=0)
+
+    def session(
+        self, data: Manifest, judge: Checkpoint, base: Model, *, before: Manifest | None, sample: bool
+    ) -> SessionResult:
+        """Ask a checkpoint everything in one engine start: parity · evaluate · gate · sample."""
+        also = base if judge.number == 0 and judge.model != base and self.config.evaluate.base else None
+        served_apart = also is not None and judge.model.base != base.base
+        plan = SessionPlan(
+            checkpoint=judge.number,
+            model=judge.model,
+            also=None if served_apart else also,
+            split=data.key,
+            train=judge.train,
+            previous=before.key if before else None,
+            sample=sample,
+        )
+        try:
+            result = self._committed_session(plan)
+        except NotCommittedError:
+            self._launch("session", plan.to_json())
+            result = self._committed_session(plan)
+        for (role, suite), score in result.scores.items():
+            self.scores.append(Scored(-1 if role == "base" else judge.number, suite, score))
+        self.scores.append(Scored(judge.number, "dev", result.dev))
+        return result
+
+    def _committed_session(self, plan: SessionPlan) -> SessionResult:
+        def no_engine() -> Engine:
+            raise NotCommittedError("session")
+
+        return Session(self._context, plan, no_engine).run()
+
+    def select(self, iteration: int, data: Manifest, samples: Manifest) -> Manifest:
+        """Judge the completions and keep what may be trained on."""
+        step = select.select_step(self.config, data, samples)
+        return self._here(
+            step, lambda: select.make_selection(self._context, data, samples), iteration=iteration
+        )
+
+    def pairs(
+        self, iteration: int, data: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+    ) -> Manifest:
+        """Build this iteration's training rows; `earlier` rows are kept where pairs.data is cumulative."""
+        step = pairs.pairs_step(self.config, data, samples, selected=selected, earlier=earlier)
+        return self._here(
+            step,
+            lambda: pairs.make_rows(self._context, data, samples, selected=selected, earlier=earlier),
+            iteration=iteration,
+        )
+
+    def train(self, iteration: int, rows: Manifest, base: Model, previous: Model) -> Checkpoint:
+        """Train checkpoint `iteration`."""
+        artifact = "dpo" if iteration and self.config.method is Method.STAR_DPO else "sft"
+        if rows.artifacts[artifact].rows == 0:
+            raise StepFailedError(
+                f"iteration {iteration} kept no training row (see `starwheel show {self.run_id} {iteration}`); "
+                "the judge never reached a right verdict: sample more, give few-shot examples or a warm start"
+            )
+        settings = self.config.train
+        start = base if settings.init_from == "base" else previous
+        reference = (base if settings.reference == "base" else previous) if artifact == "dpo" else None
+        training = train.Training(iteration, rows.key, artifact, start, reference)
+        step = train.train_step(self.config, training, rows)
+        manifest = self._job("train", step, training.to_json(), iteration=iteration)
+        return Checkpoint(iteration, Model(**manifest.facts["model"]), manifest.key)
+
+    @property
+    def _cache(self) -> Path:
+        return self._context.store.cache.folder
+
+    def _here(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
+        """Reuse the step or compute it in this process."""
+        return self._context.ensure(step, compute, iteration=iteration)
+
+    def _job(self, kind: str, step: Step, asked: Mapping[str, Any], *, iteration: int) -> Manifest:
+        """Reuse the step or have a job commit it."""
+        manifest = self._context.committed(step)
+        if manifest is not None:
+            return self._context.done(step, manifest, reused=True, iteration=iteration)
+        self._launch(kind, asked)
+        manifest = self._context.committed(step)
+        if manifest is None:
+            raise StepFailedError(f"the {kind} job ended but committed no step {step.key[:12]}; report this as a bug")
+        return manifest
+
+    def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
+        context = self._context
+        spec = JobSpec(
+            kind=kind,
+            store=context.store.url,
+            cache=str(self._cache),
+            work=str(context.work),
+            config=self.config.model_dump(mode="json"),
+            asked=asked,
+        )
+        self._launcher.run(spec, self._heard)
+
+
+class DryRun(Run):
+    """Walk a run without computing: the first step that is not committed raises NotCommittedError."""
+
+    def _here(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
+        def refuse() -> Mapping[str, Any]:
+            raise NotCommittedError(step.name)
+
+        return super()._here(step, refuse, iteration=iteration)
+
+    def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
+        raise NotCommittedError(kind)
+
+
+def _use(event: Event) -> tuple[Any, ...]:
+    return event["iteration"], event["step"], event["label"], event["key"], event["attempt"]

@@ -1,0 +1,51 @@
+"""Sample rationales: the latest checkpoint judges a fresh part of the pairs (paper, section 3.2)."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from configs.run import RunConfig, SampleOrder, key_part
+from storage.schema import Order
+from tasks.engines.base import Sampling
+from tasks.generation import Questions
+from tasks.judge import prompts
+from tasks.models import Model
+from tasks.step import Step
+
+VERSION = 1
+
+
+def generation_parts(config: RunConfig) -> dict[str, object]:
+    """Give what every completion depends on beside its pairs, model and draws."""
+    return {
+        "engine": key_part(config.engine),
+        "prompt": prompts.prompt_digest(config.prompt),
+        "prompt_version": prompts.VERSION,
+        "template_kwargs": config.model.template_kwargs,
+        "max_len": config.model.max_len,
+        "seed": config.seed,
+    }
+
+
+def sample_step(config: RunConfig, pairs: str, model: Model) -> Step:
+    """Name the step; `pairs` is the digest of the part's pair ids, which name their content."""
+    parts = {**generation_parts(config), "sample": key_part(config.sample)}
+    return Step("sample", VERSION, {"pairs": pairs, "model": model.digest}, parts)
+
+
+def sample_questions(config: RunConfig, pairs: pa.Table, model: Model) -> Questions:
+    """Ask `sample.n` completions a pair, in the order of hash(seed, pair id) or in both."""
+    ids = pairs.column("pair_id").to_pylist()
+    if config.sample.order is SampleOrder.BOTH:
+        orders = {one: [str(Order.AB), str(Order.BA)] for one in ids}
+    else:
+        orders = {one: [order] for one, order in zip(ids, prompts.shown_order(config.seed, ids), strict=True)}
+    sample = config.sample
+    return Questions(
+        pairs=pairs,
+        orders=orders,
+        sampling=Sampling(sample.n, sample.temperature, sample.top_p, sample.max_tokens, sample.stop),
+        model=model.digest,
+        forced_choice=False,
+        shard_pairs=sample.shard_pairs,
+    )
