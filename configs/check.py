@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -64,7 +63,7 @@ Found = Iterator[tuple[str, str]]  # keys, parted by blanks; text
 
 def _model(config: RunConfig) -> Found:
     base, revision = config.model.base, config.model.revision
-    if base.startswith(PACKAGE) or Path(base).expanduser().exists():
+    if base.startswith(PACKAGE) or Path(base).is_dir():
         return
     if not is_hub_id(base):
         yield "model.base", f"`{base}` is no folder here, no `{PACKAGE}NAME` and no hub id (`owner/name`); correct it"
@@ -80,7 +79,7 @@ def _model(config: RunConfig) -> Found:
 
 def is_hub_id(base: str) -> bool:
     """Say whether a base names a model on the Hugging Face hub: `owner/name`, and no folder of that name exists."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).expanduser().exists() and base[0] not in ".-"
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and base[0] not in ".-" and not Path(base).is_dir()
 
 
 def _sources(config: RunConfig) -> Found:
@@ -119,9 +118,9 @@ def _unreadable(path: str) -> str | None:
         problem = _bad_address(path)
         return problem or (None if path.removeprefix("s3://").partition("/")[2] else f"`{path}` names a bucket and no object; add it")
     local = Path(path).expanduser()
-    if local.exists() or (glob.has_magic(path) and glob.glob(str(local))):
-        return None
-    return f"there is no file at {local.absolute()}; correct the path"
+    if local.is_dir():
+        return f"{local.absolute()} is a folder; name one Parquet or JSONL file in it, one source a file"
+    return None if local.exists() else f"there is no file at {local.absolute()}; correct the path"
 
 
 def _bad_address(url: str) -> str | None:
@@ -204,7 +203,7 @@ def _selection(config: RunConfig) -> Found:
         yield "select.max_right", "0 keeps only pairs without a right answer, which yield no row; raise it"
     if config.method is Method.STAR_DPO:
         if config.sample.n < 2:
-            yield "sample.n method", f"{config.sample.n} draw a pair cannot be both right and wrong, as star-dpo needs; set 2 or more"
+            yield "sample.n method", f"{config.sample.n} can't give a pair a right and a wrong rationale, and star-dpo needs both; set 2 or more"
         if select.min_right == 1:
             yield "select.min_right method", "1 keeps only pairs without a wrong answer, which star-dpo needs; lower it"
 

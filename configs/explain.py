@@ -56,8 +56,7 @@ def _text(key: Key, item: dict[str, Any]) -> str:
     if kind == "extra_forbidden":
         return _unknown(key)
     if kind == "missing":
-        description = description_of(key)
-        return f"must be set: {description}" if description else "must be set"
+        return f"must be set{_needed(key)}"
     if kind in ("model_type", "model_attributes_type"):
         empty = "is empty; give it keys or take the line out"
         return empty if given is None else f"must be a section of keys, not {_short(given)}; write its keys below it"
@@ -66,6 +65,16 @@ def _text(key: Key, item: dict[str, Any]) -> str:
     if kind not in TEXTS:
         return f"{item['msg'][:1].lower()}{item['msg'][1:]}, not {_short(given)}"
     return TEXTS[kind].format_map({**item.get("ctx", {}), "input": _short(given)})
+
+
+def _needed(key: Key) -> str:
+    """Say what a missing key is: its description, or the keys that its section must have."""
+    section = section_at(key)
+    if section is None:
+        description = description_of(key)
+        return f": {description}" if description else ""
+    required = [f"`{dotted((*key, name))}`" for name, field in section.model_fields.items() if field.is_required()]
+    return f": give {', '.join(required)}" if required else ""
 
 
 def _short(value: Any) -> str:
@@ -90,7 +99,7 @@ def _unknown(key: Key) -> str:
     if near := difflib.get_close_matches(name, known, 1, 0.6):
         return f"is no known key; did you mean `{dotted((*key[:-1], near[0]))}`?"
     if elsewhere := [other for other in all_keys() if other.rpartition(".")[2] == name]:
-        return f"is no known key; did you mean `{elsewhere[0]}`?"
+        return f"is no known key; did you mean {' or '.join(f'`{other}`' for other in elsewhere)}?"
     return f"is no known key; known here are {', '.join(known)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -77,20 +78,20 @@ def _read(source: str | Path) -> Document:
         return _read_file(PRESETS / f"{source}.yaml", PRESET)
     path = Path(source).expanduser()
     if isinstance(source, str) and not path.exists() and path.parent == Path() and path.suffix not in (".yaml", ".yml"):
-        raise ConfigError([f"{source}: is no preset and no file; {_preset_hint(source)}."])
+        raise ConfigError([f"{source}: is no preset and no file; {_preset_hint(source)}"])
     document = _read_file(path, FILE)
     base = document.values.pop("preset", None)
     if base is None:
         return document
     if base not in presets():
-        document.problems.append(f"preset ({document.origin(('preset',))}): `{base}` is no preset; {_preset_hint(str(base))}.")
-        return document
+        problem = f"preset ({document.origin(('preset',))}): `{base}` is no preset; {_preset_hint(str(base))}"
+        raise ConfigError([*document.problems, problem])  # without it every missing key would be reported
     return _over(_read_file(PRESETS / f"{base}.yaml", PRESET), document)
 
 
 def _preset_hint(name: str) -> str:
     near = difflib.get_close_matches(name, presets(), 1, 0.4)
-    return f"did you mean `{near[0]}`?"[:-1] + f"? presets are {', '.join(presets())}" if near else f"presets are {', '.join(presets())}"
+    return f"did you mean `{near[0]}`?" if near else f"presets are {', '.join(presets())}."
 
 
 def _read_file(path: Path, layer: int) -> Document:
@@ -165,7 +166,7 @@ def _place(container: Any, parts: Sequence[str], value: Any) -> Key:
             return key
         inner = container[index] if index in _indices(container) else default_at(key)
         if not isinstance(inner, dict | list):
-            if isinstance(inner, str | int | float) :
+            if isinstance(inner, str | int | float):
                 raise LookupError(f"{dotted(key)} is a single value and has no `{following}`")
             inner = [] if following.isdigit() else {}
         _put(container, index, inner)
@@ -208,7 +209,8 @@ def _validate(document: Document) -> RunConfig | None:
     wrong = {**errors, **wrong}
     if errors:
         config = _parse_model(_mended(document.values, errors))[0]
-    document.problems += [f"{dotted(key)} ({document.origin(key)}): {_stop(text)}" for key, text in wrong.items()]
+    for key in sorted(wrong, key=lambda key: document.origin(key).rank):
+        document.problems.append(f"{dotted(key)} ({document.origin(key)}): {_stop(wrong[key])}")
     if config is not None:
         document.problems += _conflicts(document, config, list(wrong))
     return config
@@ -243,12 +245,12 @@ def _at(values: Any, key: Key) -> Any:
 def _mended(values: Any, wrong: dict[Key, str]) -> Any:
     """Copy the values with the wrong ones taken out (their defaults hold) and the missing ones stood in for."""
     mended = json.loads(json.dumps(values))
-    for key in sorted(wrong, key=len, reverse=True):
-        container = _at(mended, key[:-1]) if key else mended
+    whole = {tuple(itertools.takewhile(lambda part: isinstance(part, str), key)) for key in wrong}  # a list as one
+    for key in sorted(whole - {()}, key=len, reverse=True):
+        container = _at(mended, key[:-1])
+        container.pop(key[-1], None)
         if key in _STANDINS:
             container[key[-1]] = _STANDINS[key]
-        elif key and isinstance(container, dict):
-            container.pop(key[-1], None)
     return mended
 
 

@@ -39,6 +39,11 @@ class Origin:
     line: int | None = None  # 1-based
     layer: int = 0  # what wins: greater over smaller (preset, file, override)
 
+    @property
+    def rank(self) -> tuple[int, str, int]:
+        """Order places as a person reads them."""
+        return (self.layer, self.name, self.line or 0)
+
     def __str__(self) -> str:
         return self.name if self.line is None else f"{self.name}:{self.line}"
 

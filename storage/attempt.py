@@ -1,4 +1,7 @@
-"""Write one attempt of a step: shard plan, shard records and, last, the manifest. Payload first, pointer last, first writer wins."""
+"""Write one attempt of a step: shard plan, shard records and, last, the manifest.
+
+Payload first, pointer last; the first writer of a pointer wins and the others adopt it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Write attempt `number` of the step `key`; every method may be called from several threads, processes and machines at once."""
+    """Write attempt `number` of the step `key`; threads, processes and machines may call every method at once."""
 
     key: str
     number: int
@@ -132,7 +135,7 @@ class Attempt:
         return stored
 
     def read_manifest(self) -> Manifest | None:
-        """Return the manifest of this attempt, None where it isn't committed; whether it is void is another question."""
+        """Return the manifest of this attempt, None where it isn't committed; it may be void all the same."""
         where = layout.manifest(self.key, self.number)
         try:
             fields, _ = record.read(self.backend, where)
@@ -197,7 +200,7 @@ class Attempt:
 def read_files(
     backend: Backend, cache: ObjectCache, artifact: str, files: Sequence[File], *, columns: list[str] | None = None
 ) -> Iterator[pa.Table]:
-    """Yield the verified tables of an artifact's files, one at a time; damage raises CorruptArtifactError with the full address."""
+    """Yield the verified tables of an artifact's files, one at a time; damage raises CorruptArtifactError."""
     for file in files:
         path = cache.fetch(backend, file.path, sha256=file.sha256, size=file.bytes)
         table = tables.read_table(path, artifact, columns)

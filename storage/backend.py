@@ -61,7 +61,7 @@ class Backend(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Yield all keys under a prefix (`""` or ending in a slash), page by page; never used to decide that something is done."""
+        """Yield all keys under a prefix (`""` or ending in a slash), page by page; no decision rests on it."""
         ...
 
     def folders(self, prefix: str) -> Iterator[str]:

@@ -49,7 +49,7 @@ class ObjectCache:
                 ) from error
 
     def fetch(self, backend: Backend, key: str, *, sha256: str, size: int) -> Path:
-        """Return a local file with exactly these bytes, or raise CorruptArtifactError naming the object's full address."""
+        """Return a local file with exactly these bytes, or raise CorruptArtifactError with the full address."""
         path = self._object(sha256)
         if self._usable(path, sha256, size):
             return path

@@ -64,7 +64,9 @@ def _stat(path: Path) -> os.stat_result:
     try:
         found = os.stat(path)
     except PermissionError:
-        raise DataError(f"{path} may not be read by this user: change its permissions or those of its folders.") from None
+        raise DataError(
+            f"{path} may not be read by this user: change its permissions or those of its folders."
+        ) from None
     except (OSError, ValueError):  # ValueError: a null byte in the name
         raise DataError(f"{path} does not exist: check the path (relative ones start at {os.getcwd()}).") from None
     if stat.S_ISDIR(found.st_mode):
@@ -123,7 +125,9 @@ def _info(files: Any, url: str, bucket: str, key: str) -> dict[str, Any]:
         try:
             files.call_s3("head_bucket", Bucket=bucket)
         except FileNotFoundError:
-            raise StoreError(f"{url}: there is no bucket {bucket!r} at {_endpoint(files)}: check name and endpoint.") from None
+            raise StoreError(
+                f"{url}: there is no bucket {bucket!r} at {_endpoint(files)}: check name and endpoint."
+            ) from None
         raise DataError(f"{url} does not exist at {_endpoint(files)}: check the key.") from None
     if found["type"] != "file":
         raise DataError(f"{url} is a folder: name one Parquet or JSONL object in it, one source an object.")
@@ -161,12 +165,16 @@ class _Sentences:
         if isinstance(error, DataError | StoreError) or not isinstance(error, OSError | BotoCoreError | ValueError):
             return
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
-            text = f"{self.url} needs credentials and none were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE."
+            text = (
+                "needs credentials and none were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            )
         elif isinstance(error, PermissionError):
-            text = f"{self.url} may not be read with these credentials: allow s3:GetObject on it and s3:ListBucket on {self.bucket!r}."
+            text = (
+                f"may not be read: allow s3:GetObject on it and s3:ListBucket on {self.bucket!r} to these credentials"
+            )
         else:
-            text = f"{self.url} can't be read ({error}): check address, endpoint (AWS_ENDPOINT_URL) and network."
-        raise StoreError(text) from error
+            text = f"can't be read ({error}): check address, endpoint (AWS_ENDPOINT_URL) and network"
+        raise StoreError(f"{self.url} {text}.") from error
 
 
 class _Memory:

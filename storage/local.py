@@ -20,7 +20,7 @@ _TEMPORARY = ".tmp-"
 
 
 class LocalBackend:
-    """Keep each object in a file of its key's name; a hard link creates it only if the name is free (`link(2)` is atomic)."""
+    """Keep each object in a file of its key's name; `link(2)` creates it atomically, and only if the name is free."""
 
     def __init__(self, root: str | Path) -> None:
         self._root = Path(root).expanduser().resolve()

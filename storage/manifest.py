@@ -24,7 +24,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Name a table of a declared schema; `digest` is over its rows in the order of its files, not over their bytes."""
+    """Name a table of a declared schema; `digest` is over its rows in order, not over its files' bytes."""
 
     name: str
     rows: int

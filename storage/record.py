@@ -35,7 +35,7 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes, address: str) -> dict[str, Any]:
-    """Return the fields of a record, or raise CorruptArtifactError (damaged) or StoreError (written by a newer version)."""
+    """Return the fields of a record; raises CorruptArtifactError for damage, StoreError for a newer format."""
     try:
         body = json.loads(data)
         found = body.pop("sha256")
@@ -54,7 +54,7 @@ def decode(data: bytes, address: str) -> dict[str, Any]:
 
 
 def read(backend: Backend, key: str) -> tuple[dict[str, Any], bytes]:
-    """Return a record and its bytes; damage on the way is read again, damage in the store raises CorruptArtifactError."""
+    """Return a record and its bytes; what arrives damaged is read again, then CorruptArtifactError is raised."""
     for tried in range(1, READ_TRIES + 1):
         data = backend.get(key)
         try:

@@ -1,4 +1,4 @@
-"""Keep the log of a run: gapless, chained by hash, appended by exclusive create; its epoch is the fence against stale holders."""
+"""Keep the log of a run: gapless, chained by hash, appended by exclusive create; its epoch fences stale holders."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Store:
         return attempt
 
     def void(self, key: str, reason: str, who: str) -> int:
-        """Mark the attempt that counts as one that no longer does, and return its number; the next one may be written."""
+        """Mark the attempt that counts as void and return its number; the next one may be written."""
         attempt = self.attempt(key)
         fields = {
             "reason": reason,
@@ -92,7 +92,7 @@ class Store:
         return attempt.number
 
     def read(self, artifact: Artifact, columns: list[str] | None = None) -> pa.Table:
-        """Return the rows of an artifact in the order they were committed; every file's digest is checked before use."""
+        """Return the rows of an artifact in their order; every file's digest is checked before use."""
         return pa.concat_tables(read_files(self.backend, self.cache, artifact.name, artifact.files, columns=columns))
 
     def fetch(self, artifact: Artifact) -> list[Path]:

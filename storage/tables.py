@@ -1,4 +1,4 @@
-"""Write and read the Parquet files of artifacts: declared schema, checksummed pages, verified before anyone sees them."""
+"""Write and read the Parquet files of artifacts: declared schema, checksummed pages, verified before use."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def evaluate_step(config: RunConfig, pairs: str, model: Model, block: Block) -> 
         "first": block.first,
         "votes": block.votes,
     }
-    return Step("evaluate", VERSION, {"pairs": pairs, "model": model.digest}, parts, label=str(block))
+    return Step("evaluate", VERSION, {"pairs": pairs, "model": model.digest}, parts)
 
 
 def evaluate_questions(config: RunConfig, pairs: pa.Table, model: Model, block: Block) -> Questions:

@@ -67,11 +67,10 @@ class PrefectRun(Run):
         """Train a checkpoint."""
         return _task(f"train {iteration}", super().train)(iteration, rows, base, previous)
 
-    def _heard(self, event: Event) -> None:
-        super()._heard(event)
-        if event["event"] == "step":
-            name = " ".join(str(event[part]) for part in ("iteration", "step", "label") if event[part] != "")
-            committed.with_options(task_run_name=name)(dict(event))
+    def show_step(self, event: Event) -> None:
+        """Show a committed step as a task."""
+        name = " ".join(str(event[part]) for part in ("iteration", "step", "label") if event[part] != "")
+        committed.with_options(task_run_name=name)(dict(event))
 
 
 def _task(name: str, method: Callable[P, R]) -> Callable[P, R]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,11 @@ from storage.manifest import Manifest
 from storage.runlog import RunLog
 from storage.store import Store
 from tasks import bootstrap, models, pairs, select, split, train
-from tasks.engines.base import Engine
 from tasks.jobs.entry import JobSpec
 from tasks.jobs.launch import Launcher
 from tasks.jobs.session import Session, SessionPlan, SessionResult
 from tasks.models import Model
-from tasks.step import Context, Event, Step
-
-
-class NotCommittedError(Exception):
-    """Say that a step has no committed result and may not be computed here."""
-
-    def __init__(self, step: str) -> None:
-        self.step = step
-        super().__init__(step)
+from tasks.step import Context, Event, NotCommittedError, Step
 
 
 @dataclass(frozen=True)
@@ -38,35 +30,37 @@ class Checkpoint:
     train: str | None
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Name a committed score: which checkpoint (-1: the untrained base beside checkpoint 0) on which suite."""
-
-    checkpoint: int
-    suite: str
-    score: Manifest
-
-
 class Run:
     """Hold one run: each method is a step of the loop, done or found done when it returns."""
 
     def __init__(
         self, context: Context, run_id: str, log: RunLog, launcher: Launcher, *, listen: Callable[[Event], None]
     ) -> None:
-        self.run_id, self.config = run_id, context.config
+        self.run_id, self.config, self.work = run_id, context.config, context.work
         self._launcher, self._log, self._listen = launcher, log, listen
         self._context = Context(context.store, context.config, context.work, self._heard)
         self._logged = {_use(one) for one in log.records() if one["kind"] == "step"}
-        self.scores: list[Scored] = []
+        self._shown: set[tuple[Any, ...]] = set()
 
     def _heard(self, event: Event) -> None:
-        """Write committed steps to the log, once each, and pass every event on."""
+        """Write committed steps to the log, once each, and pass on what is new."""
         if event["event"] == "step":
             use = {name: event[name] for name in ("iteration", "step", "label", "key", "attempt", "reused")}
+            if _use(use) in self._shown:
+                return
+            self._shown.add(_use(use))
             if _use(use) not in self._logged:
                 self._log.append("step", **use)
                 self._logged.add(_use(use))
+            self.show_step(event)
         self._listen(event)
+
+    def show_step(self, event: Event) -> None:
+        """Show a committed step where there is something to show it in."""
+
+    def close(self, outcome: str) -> None:
+        """Write the end of the run to its log."""
+        self._log.append("closed", outcome=outcome)
 
     def base(self) -> Model:
         """Put the base model into the store and name it by its digest."""
@@ -88,32 +82,31 @@ class Run:
         self, data: Manifest, judge: Checkpoint, base: Model, *, before: Manifest | None, sample: bool
     ) -> SessionResult:
         """Ask a checkpoint everything in one engine start: parity · evaluate · gate · sample."""
-        also = base if judge.number == 0 and judge.model != base and self.config.evaluate.base else None
-        served_apart = also is not None and judge.model.base != base.base
-        plan = SessionPlan(
-            checkpoint=judge.number,
-            model=judge.model,
-            also=None if served_apart else also,
-            split=data.key,
-            train=judge.train,
-            previous=before.key if before else None,
-            sample=sample,
+        baseline = judge.number == 0 and judge.model != base and self.config.evaluate.base
+        served_together = judge.model.base == base.base
+        if baseline and not served_together:  # full weights: the untrained judge needs an engine start of its own
+            self._session(SessionPlan(-1, base, None, data.key, None, None, sample=False))
+        return self._session(
+            SessionPlan(
+                checkpoint=judge.number,
+                model=judge.model,
+                also=base if baseline and served_together else None,
+                split=data.key,
+                train=judge.train,
+                previous=before.key if before else None,
+                sample=sample,
+            )
         )
+
+    def _session(self, plan: SessionPlan) -> SessionResult:
         try:
-            result = self._committed_session(plan)
+            return self._committed_session(plan)
         except NotCommittedError:
             self._launch("session", plan.to_json())
-            result = self._committed_session(plan)
-        for (role, suite), score in result.scores.items():
-            self.scores.append(Scored(-1 if role == "base" else judge.number, suite, score))
-        self.scores.append(Scored(judge.number, "dev", result.dev))
-        return result
+            return self._committed_session(plan)
 
     def _committed_session(self, plan: SessionPlan) -> SessionResult:
-        def no_engine() -> Engine:
-            raise NotCommittedError("session")
-
-        return Session(self._context, plan, no_engine).run()
+        return Session(self._context, plan, start_engine=None).run()
 
     def select(self, iteration: int, data: Manifest, samples: Manifest) -> Manifest:
         """Judge the completions and keep what may be trained on."""
@@ -185,13 +178,29 @@ class DryRun(Run):
     """Walk a run without computing: the first step that is not committed raises NotCommittedError."""
 
     def _here(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
-        def refuse() -> Mapping[str, Any]:
+        manifest = self._context.committed(step)
+        if manifest is None:
             raise NotCommittedError(step.name)
-
-        return super()._here(step, refuse, iteration=iteration)
+        return self._context.done(step, manifest, reused=True, iteration=iteration)
 
     def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
         raise NotCommittedError(kind)
+
+
+def create_run(store: Store, config: RunConfig) -> str:
+    """Freeze a config under a new run id."""
+    return store.create_run(config.name, config.model_dump(mode="json"), code_version=version("starwheel"))
+
+
+def open_run(
+    store: Store, run_id: str, launcher: Callable[[Path], Launcher], *, kind: type[Run], listen: Callable[[Event], None]
+) -> Run:
+    """Take a run over: its log gets a new epoch, which stops a holder before it at its next append."""
+    config = RunConfig.model_validate(store.run_config(run_id))
+    work = Path(config.work).absolute() / run_id
+    log = store.run_log(run_id)
+    log.open(code_version=version("starwheel"))
+    return kind(Context(store, config, work), run_id, log, launcher(work), listen=listen)
 
 
 def _use(event: Event) -> tuple[Any, ...]:

@@ -20,6 +20,10 @@ from storage.store import Store
 Event = Mapping[str, Any]
 
 
+class NotCommittedError(Exception):
+    """Say that a step has no committed result and may not be computed here."""
+
+
 @dataclass(frozen=True)
 class Step:
     """Name one step: the same key means the same work, across iterations, runs and machines.

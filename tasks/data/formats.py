@@ -4,36 +4,38 @@ Layouts, told apart by the columns and named in `Reading.layout`:
 
 - `prompt`, `chosen`, `rejected`: the first response is the better one. `prompt` may be left out where both are lists of
   messages that begin with it.
-- `prompt`, `response_a`, `response_b`, `label`: A, B (also a, b) or a tie (tie, tied, draw, equal, same, both, neither).
+- `prompt`, `response_a`, `response_b`, `label`: A or B in either case, or a tie (tie, tied, draw, equal, same, both,
+  neither).
 
-A prompt is a text or a list of {role, content}; so is a response, whose last message is what is judged. Optional: `group`
-(pairs of one group are never parted), `source`, `subset`; `id` and columns that begin with `rationale` are carried along.
-Other columns are left alone. Blank lines of a JSONL file are no rows.
+A prompt is a text or a list of {role, content}; so is a response, whose last message is what is judged. Optional:
+`group` (pairs of one group are never parted), `source`, `subset`; `id` and columns that begin with `rationale` are
+carried along. Other columns are left alone. Blank lines of a JSONL file are no rows.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import DataError
-from storage.schema import SCHEMAS, Split
-from tasks.data.pairing import MAX_ROW, BadRow, Entry, Layout, Reason, clean, twin_keys
+from tasks.data.pairing import MAX_ROW, BadRow, Entry, Layout, Reason, clean
+from tasks.data.reading import Reading, combine, make_reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+__all__ = ["VERSION", "Layout", "Reading", "Reason", "combine", "read_pairs"]
+
 VERSION = 1  # part of the step keys: raise it when the same file gives other pairs, ids or reasons
 
 HEAD = 1000  # objects the layout is told from
+PATIENCE = 100_000  # rows without a single object
 NEEDED = {
     Layout.CHOSEN: ("prompt", "chosen", "rejected"),
     Layout.LABELLED: ("prompt", "response_a", "response_b", "label"),
@@ -54,127 +56,33 @@ REFUSED = (  # how files begin that are neither Parquet nor JSONL, and what to d
 Row = tuple[int, "Mapping[str, object] | BadRow"]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Hold what became of the rows of a source (or of several): rows in = pairs + dropped, always.
-
-    pairs: `pairs`, no id twice. ledger: `splits`, one row a source row, in their order; the rows whose split is null are
-    the rows of `pairs`, in the same order. extras: pair_id and the columns carried along, row by row like `pairs`.
-    """
-
-    pairs: pa.Table
-    ledger: pa.Table
-    extras: pa.Table
-    layout: str
-
-    @property
-    def dropped(self) -> pa.Table:
-        """Give the ledger's rows that are in no split, with reason and detail."""
-        return self.ledger.filter(pa.compute.equal(self.ledger["split"], Split.DROPPED.value))
-
-    @property
-    def counts(self) -> dict[str, int | dict[str, int]]:
-        """Count rows in, pairs kept and rows dropped by reason."""
-        reasons = Counter(self.dropped["reason"].to_pylist())
-        return {"in": self.ledger.num_rows, "kept": self.pairs.num_rows, "dropped": dict(sorted(reasons.items()))}
-
-    def drop(self, reason: pl.Series, detail: pl.Series) -> Reading:
-        """Drop the pairs whose reason (one a pair) is not null."""
-        nameless = [Reason.DUPLICATE, Reason.CONFLICTING_LABEL]  # a pair id stands in one row of the ledger
-        gone = reason.is_not_null()
-        mark = pl.when(gone)
-        changed = self._open().with_columns(
-            pair_id=pl.when(reason.is_in(nameless).fill_null(False)).then(None).otherwise(pl.col("pair_id")),
-            split=mark.then(pl.lit(Split.DROPPED.value)),
-            reason=mark.then(reason),
-            detail=mark.then(detail),
-        )
-        kept = pa.array((~gone).to_list(), pa.bool_())
-        return Reading(self.pairs.filter(kept), self._put_back(changed), self.extras.filter(kept), self.layout)
-
-    def assign(self, split: pl.Series) -> pa.Table:
-        """Give the ledger with the name of a split (one a pair) filled in: the `splits` artifact."""
-        return self._put_back(self._open().with_columns(split=split.cast(pl.String)))
-
-    def sources(self) -> pl.Series:
-        """Give the name of the source each pair was read from."""
-        return self._open()["source"]
-
-    def _open(self) -> pl.DataFrame:
-        return _polars(self.ledger).with_row_index("_at").filter(pl.col("split").is_null())
-
-    def _put_back(self, changed: pl.DataFrame) -> pa.Table:
-        rest = _polars(self.ledger).with_row_index("_at").filter(pl.col("split").is_not_null())
-        whole = pl.concat([rest, changed.select(rest.columns)]).sort("_at").drop("_at")
-        return whole.to_arrow().cast(SCHEMAS["splits"])
-
-
 def read_pairs(origin: Path | str | pa.Table, *, name: str) -> Reading:
     """Read a file or table as pairs of the source `name`; raise DataError where the whole is no such thing."""
     where = f"the table of {name!r}" if isinstance(origin, pa.Table) else str(origin)
     columns, rows = _rows(origin, where)
     head = _head(rows)
-    found = columns if columns is not None else _keys(head)
     if not head:
         raise DataError(f"{where} has no rows: give at least one pair.")
+    found = columns if columns is not None else _keys(head)
     layout = _detect(found, [record for _, record in head if not isinstance(record, BadRow)], where)
     carried = [column for column in found if column == "id" or column.startswith("rationale")]
-    entries, places, bad = [], [], []
-    try:
-        for place, record in chain(head, rows):
-            try:
-                if isinstance(record, BadRow):
-                    raise record
-                entries.append(clean(record, layout, name=name, carried=carried))
-                places.append(place)
-            except BadRow as row:
-                bad.append((place, row))
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{where} is damaged ({_line(error)}): fetch or write it again.") from error
-    ledger = _ledger(name, entries, places, bad)
-    twins = pl.DataFrame({"twin": [entry.twin for entry in entries], "low": [entry.low for entry in entries]})
-    return _drop_twins(Reading(_pairs(entries), ledger, _extras(entries, carried), layout.value), twins)
-
-
-def combine(readings: Sequence[Reading]) -> Reading:
-    """Put the readings of several sources together, in order; pairs that occur in two of them are dropped like twins in one."""
-    pairs = pa.concat_tables([reading.pairs for reading in readings])
-    ledger = pa.concat_tables([reading.ledger for reading in readings])
-    extras = pa.concat_tables([reading.extras for reading in readings], promote_options="default")
-    layout = ", ".join(dict.fromkeys(reading.layout for reading in readings))
-    whole = Reading(pairs, ledger, extras, layout)
-    if len(readings) == 1:
-        return whole
-    twins, lows = twin_keys(pairs)
-    return _drop_twins(whole, pl.DataFrame({"twin": twins, "low": lows}))
-
-
-def _drop_twins(reading: Reading, twins: pl.DataFrame) -> Reading:
-    """Keep the first of the pairs with the same content and winner, none of those with contradicting winners."""
-    place = pl.concat_str(pl.col("source"), pl.lit(" row "), pl.col("row"))
-    first = pl.struct("source", "row").first().over("twin")
-    frame = pl.concat([reading._open().select("source", "row"), twins], how="horizontal").with_columns(
-        conflict=pl.col("low").n_unique().over("twin") > 1,
-        again=pl.struct("source", "row") != first,
-        first=place.first().over("twin"),
-        other=place.last().over("twin"),
-    )
-    conflict, again = pl.when("conflict"), pl.when("again")
-    other = pl.when("again").then("first").otherwise("other")
-    frame = frame.select(
-        reason=conflict.then(pl.lit(Reason.CONFLICTING_LABEL.value)).otherwise(
-            again.then(pl.lit(Reason.DUPLICATE.value)).otherwise(None)
-        ),
-        detail=conflict.then(pl.lit("also ") + other).otherwise(again.then(pl.lit("of ") + pl.col("first"))),
-    )
-    return reading.drop(frame["reason"], frame["detail"])
+    entries: list[tuple[int, Entry]] = []
+    bad: list[tuple[int, BadRow]] = []
+    for place, record in chain(head, rows):
+        try:
+            if isinstance(record, BadRow):
+                raise record
+            entries.append((place, clean(record, layout, name=name, carried=carried)))
+        except BadRow as row:
+            bad.append((place, row))
+    return make_reading(name, entries, bad, carried=carried, layout=layout)
 
 
 def _rows(origin: Path | str | pa.Table, where: str) -> tuple[list[str] | None, Iterator[Row]]:
     """Give the columns, where they are declared, and the rows."""
     if isinstance(origin, pa.Table):
         names = _wanted(origin.column_names, where)
-        return origin.column_names, _batch_rows(origin.select(names).to_batches(max_chunksize=4096), names)
+        return origin.column_names, _batch_rows(origin.select(names).to_batches(max_chunksize=4096), names, where)
     path = Path(origin)
     try:
         with path.open("rb") as file:
@@ -186,7 +94,7 @@ def _rows(origin: Path | str | pa.Table, where: str) -> tuple[list[str] | None, 
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{where} can't be read ({_line(error)}): check it, fetch or write it again.") from error
     names = _wanted(file.schema_arrow.names, where)
-    return file.schema_arrow.names, _batch_rows(file.iter_batches(batch_size=4096, columns=names), names)
+    return file.schema_arrow.names, _batch_rows(file.iter_batches(batch_size=4096, columns=names), names, where)
 
 
 def _wanted(columns: Sequence[str], where: str) -> list[str]:
@@ -239,13 +147,16 @@ def _parse(line: bytes) -> Mapping[str, object] | BadRow:
     return value
 
 
-def _batch_rows(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[Row]:
+def _batch_rows(batches: Iterable[pa.RecordBatch], names: Sequence[str], where: str) -> Iterator[Row]:
     start = 0
-    for batch in batches:
-        columns = [_values(batch.column(name)) for name in names]
-        for offset, values in enumerate(zip(*columns, strict=True)):
-            yield start + offset, dict(zip(names, values, strict=True))
-        start += batch.num_rows
+    try:
+        for batch in batches:
+            columns = [_values(batch.column(name)) for name in names]
+            for offset, values in enumerate(zip(*columns, strict=True)):
+                yield start + offset, dict(zip(names, values, strict=True))
+            start += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{where} is damaged after row {start} ({_line(error)}): fetch or write it again.") from error
 
 
 def _values(column: pa.Array) -> list[object]:
@@ -267,23 +178,15 @@ def _value(scalar: pa.Scalar) -> object:
 
 
 def _head(rows: Iterator[Row]) -> list[Row]:
-    """Take rows until HEAD of them can tell the layout."""
+    """Take rows until HEAD objects are among them; give up on what has none for long: it is no JSONL."""
     head: list[Row] = []
     objects = 0
-    try:
-        for row in rows:
-            head.append(row)
-            objects += not isinstance(row[1], BadRow)
-            if objects == HEAD:
-                break
-    except (pa.ArrowException, OSError):
-        pass  # TODO
+    for row in rows:
+        head.append(row)
+        objects += not isinstance(row[1], BadRow)
+        if objects == HEAD or (not objects and len(head) == PATIENCE):
+            break
     return head
-
-
-class _Fit(NamedTuple):
-    layout: Layout
-    rows: int
 
 
 def _keys(head: Sequence[Row]) -> list[str]:
@@ -291,11 +194,37 @@ def _keys(head: Sequence[Row]) -> list[str]:
 
 
 def _detect(columns: Sequence[str], records: Sequence[Mapping[str, object]], where: str) -> Layout:
-    raise NotImplementedError
+    """Choose the layout that more rows fill; columns that fit neither, or both equally, are refused."""
+    fits = {layout: _fit(layout, columns, records) for layout in Layout}
+    if all(fit is None for fit in fits.values()):
+        raise _no_layout(columns, where)
+    best = max(Layout, key=lambda layout: -1 if fits[layout] is None else fits[layout] or 0)
+    if fits[Layout.CHOSEN] == fits[Layout.LABELLED]:
+        raise DataError(
+            f"{where} has both chosen, rejected and response_a, response_b, label: remove the columns of one of them."
+        )
+    return best
+
+
+def _fit(layout: Layout, columns: Sequence[str], records: Sequence[Mapping[str, object]]) -> int | None:
+    """Count the rows that fill a layout; None where the columns don't allow it."""
+    needed = NEEDED[layout]
+    if layout is Layout.CHOSEN and any(isinstance(record.get("chosen"), list) for record in records):
+        needed = needed[1:]
+    if not set(needed) <= set(columns):
+        return None
+    return sum(all(record.get(column) is not None for column in needed) for record in records)
 
 
 def _no_layout(columns: Sequence[str], where: str) -> DataError:
-    raise NotImplementedError
+    if not columns:
+        return DataError(
+            f"{where} has no line with a JSON object: give Parquet or JSONL, one {{…}} a line, in UTF-8 "
+            "(`jq -c .[]` splits an array)."
+        )
+    found = ", ".join(ascii(column)[1:-1][:40] for column in columns[:20]) + (", …" if len(columns) > 20 else "")
+    wanted = " or ".join(", ".join(needed) for needed in NEEDED.values())
+    return DataError(f"{where} has the columns {found}; pairs need {wanted}: rename or add columns.")
 
 
 def _line(error: Exception) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import unicodedata
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
@@ -49,7 +49,7 @@ class Layout(StrEnum):
     LABELLED = "response_a/response_b/label"
 
 
-class BadRow(Exception):  # noqa: N818 - a row, not a failure
+class BadRow(Exception):
     """Carry why a row is no pair, and what exactly was found."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -58,7 +58,7 @@ class BadRow(Exception):  # noqa: N818 - a row, not a failure
 
 
 class Entry(NamedTuple):
-    """Hold one clean pair: the columns of `pairs`, then what duplicates are found by, then the columns carried along."""
+    """Hold one clean pair: the columns of `pairs`, what duplicates are found by, and the columns carried along."""
 
     pair_id: str
     prompt: Messages
@@ -105,7 +105,11 @@ def clean(record: Mapping[str, object], layout: Layout, *, name: str, carried: S
 
 
 def pair_id(prompt: Messages, response_a: str, response_b: str) -> str:
-    """Name a pair by its content as stored: `p` + 24 hex digits of the SHA-256 of [[[role, content], …], a, b] as JSON."""
+    """Name a pair by its content as stored: `p` + 24 hex digits of a SHA-256.
+
+    It is over the number of messages, each message's role and content, response_a and response_b, each part written as
+    a netstring (length in characters, colon, text, comma), in UTF-8.
+    """
     return _digest("p", prompt, response_a, response_b)
 
 
@@ -113,7 +117,7 @@ def prompt_key(prompt: Messages) -> str:
     """Name what is asked: a digest of the first user message, without regard to case, spaces and Unicode form."""
     asked = next((content for role, content in prompt if role == "user"), None)
     text = asked if asked is not None else "\n".join(content for _, content in prompt)
-    return _digest("g", " ".join(unicodedata.normalize("NFKC", text).casefold().split()))
+    return _name("g", " ".join(unicodedata.normalize("NFKC", text).casefold().split()))
 
 
 def prompt_keys(pairs: pa.Table) -> pa.Array:
@@ -138,8 +142,12 @@ def _prompts(pairs: pa.Table) -> Iterable[Messages]:
         yield tuple((message["role"], message["content"]) for message in prompt)
 
 
-def _digest(prefix: str, *content: object) -> str:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+def _digest(prefix: str, prompt: Messages, one: str, two: str) -> str:
+    parts = [str(len(prompt)), *chain.from_iterable(prompt), one, two]
+    return _name(prefix, "".join([f"{len(part)}:{part}," for part in parts]))
+
+
+def _name(prefix: str, text: str) -> str:
     return prefix + hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -153,7 +161,9 @@ def _conversation(record: Mapping[str, object], first: str, second: str) -> tupl
     while shared < min(len(one), len(two)) - 1 and one[shared] == two[shared]:
         shared += 1
     if len(one) != shared + 1 or len(two) != shared + 1:
-        raise BadRow(Reason.DIVERGING_PROMPT, f"{first} and {second} part before the last message, after {shared} shared ones")
+        raise BadRow(
+            Reason.DIVERGING_PROMPT, f"{first} and {second} part before the last message, after {shared} shared ones"
+        )
     for turns, name in ((one, first), (two, second)):
         if turns[-1][0] != "assistant":
             raise BadRow(Reason.BAD_TYPE, f"{name} ends with a message of the {turns[-1][0]}")
@@ -162,7 +172,7 @@ def _conversation(record: Mapping[str, object], first: str, second: str) -> tupl
 
 
 def _reconcile(given: Messages | None, shared: Messages) -> Messages:
-    """Choose between the prompt column and the messages that both responses begin with: the one that holds the other."""
+    """Of the prompt column and the messages that both responses begin with, choose the one that holds the other."""
     if not given or not shared:
         return given or shared
     bare_given, bare_shared = ([(role, text.strip()) for role, text in turns] for turns in (given, shared))
@@ -253,4 +263,6 @@ def _text(value: object, name: str) -> str:
 
 def _kind(value: object) -> str:
     words = {"list": "a list", "dict": "an object", "NoneType": "null", "bool": "a truth value", "tuple": "a map"}
-    return words.get(type(value).__name__, "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+    return words.get(
+        type(value).__name__, "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    )

@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ from tasks import evaluate, gate, parity, sample, score, split
 from tasks.engines.base import Engine
 from tasks.generation import Generation, Questions
 from tasks.models import Model
-from tasks.step import Context, Step
+from tasks.step import Context, NotCommittedError, Step
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,19 @@ class SessionResult:
 
 
 class Session:
-    """Ask an engine everything a session is for; the engine starts when the first step is not committed yet."""
+    """Ask an engine everything a session is for; the engine starts when the first step is not committed yet.
 
-    def __init__(self, context: Context, plan: SessionPlan, start_engine: Callable[[], Engine]) -> None:
+    Without `start_engine` the session only finds what is committed and raises NotCommittedError at the first gap.
+    """
+
+    def __init__(self, context: Context, plan: SessionPlan, start_engine: Callable[[], Engine] | None) -> None:
         self.context, self.plan, self.config = context, plan, context.config
         self._start_engine = start_engine
         self._engine: Engine | None = None
         self._facts: dict[str, Any] = {}
         self._split = split.committed_split(context, plan.split)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="commit")
+        self._models = {"judge": plan.model, **({"base": plan.also} if plan.also else {})}
         self._waiting: deque[Generation] = deque()
         self._flying: list[Generation] = []
         self._in_flight = 0
@@ -83,6 +87,8 @@ class Session:
     @property
     def engine(self) -> Engine:
         """Start the engine once."""
+        if self._start_engine is None:
+            raise NotCommittedError("session")
         if self._engine is None:
             started = time.monotonic()
             self._engine = self._start_engine()
@@ -107,18 +113,14 @@ class Session:
 
     def _run(self) -> SessionResult:
         self._check_parity()
-        dev = self._evaluate(self.plan.model, "dev", self.config.evaluate.dev_votes)
-        suites = [
-            (role, model, suite)
-            for role, model in (("judge", self.plan.model), ("base", self.plan.also))
-            if model is not None
-            for suite in self._split.suites
-        ]
+        dev = self._evaluate("judge", "dev", self.config.evaluate.dev_votes)
         later = {
-            (role, suite): self._evaluate(model, suite, self.config.evaluate.votes) for role, model, suite in suites
+            (role, suite): self._evaluate(role, suite, self.config.evaluate.votes)
+            for role in self._models
+            for suite in self._split.suites
         }
         self._finish(dev)
-        dev_score = self._score(self.plan.model, "dev", dev)
+        dev_score = self._score("judge", "dev", dev)
         decision = self._gate(dev_score)
         samples = None
         if self.plan.sample and decision.facts["decision"] == "go":
@@ -127,8 +129,7 @@ class Session:
             samples = asked.manifest
         for evaluated in later.values():
             self._finish(evaluated)
-        models = {(role, suite): model for role, model, suite in suites}
-        scores = {name: self._score(models[name], name[1], evaluated) for name, evaluated in later.items()}
+        scores = {(role, suite): self._score(role, suite, evaluated) for (role, suite), evaluated in later.items()}
         return SessionResult(decision, dev_score, samples, scores)
 
     def _check_parity(self) -> None:
@@ -145,11 +146,11 @@ class Session:
         made = parity.check_parity(probes, self.engine, self.plan.model)
         return {**made, "facts": {**made["facts"], **self._facts}}
 
-    def _evaluate(self, model: Model, suite: str, votes: int) -> list[Asked]:
-        pairs, digest = self._split.pairs(suite), self._split.digest(suite)
+    def _evaluate(self, role: str, suite: str, votes: int) -> list[Asked]:
+        pairs, digest, model = self._split.pairs(suite), self._split.digest(suite), self._models[role]
         return [
             self._ask(
-                evaluate.evaluate_step(self.config, digest, model, block),
+                _labelled(evaluate.evaluate_step(self.config, digest, model, block), role, str(block)),
                 lambda block=block: evaluate.evaluate_questions(self.config, pairs, model, block),
             )
             for block in evaluate.blocks(suite, votes)
@@ -173,6 +174,8 @@ class Session:
         manifest = self.context.committed(step)
         if manifest is not None:
             return Asked(None, self.context.done(step, manifest, reused=True, iteration=number))
+        if self._start_engine is None:
+            return Asked(None, None)
         generation = Generation(self.context, step, questions(), self.engine, iteration=number)
         self._waiting.appendleft(generation) if first else self._waiting.append(generation)
         return Asked(generation, None)
@@ -180,8 +183,10 @@ class Session:
     def _finish(self, asked: Iterable[Asked]) -> None:
         """Keep the engine full until these are answered, then commit them."""
         for one in asked:
-            if one.generation is None or one.manifest is not None:
+            if one.manifest is not None:
                 continue
+            if one.generation is None:
+                raise NotCommittedError("session")
             while not one.generation.answered:
                 self._advance()
             one.manifest = one.generation.commit(self._facts)
@@ -211,9 +216,9 @@ class Session:
             if not one.answered:
                 self.context.emit(one.progress())
 
-    def _score(self, model: Model, suite: str, asked: Sequence[Asked]) -> Manifest:
+    def _score(self, role: str, suite: str, asked: Sequence[Asked]) -> Manifest:
         evaluated = [one.committed for one in asked]
-        step = score.score_step(evaluated, self._split.manifest, suite)
+        step = _labelled(score.score_step(evaluated, self._split.manifest, suite), role, suite)
 
         def compute() -> dict[str, Any]:
             tables = [self.context.store.read(one.artifacts["completions"]) for one in evaluated]
@@ -228,6 +233,10 @@ class Session:
         return self.context.ensure(
             step, lambda: gate.make_gate(self.config, read, dev, before), iteration=self.plan.checkpoint
         )
+
+
+def _labelled(step: Step, role: str, label: str) -> Step:
+    return replace(step, label=f"base {label}" if role == "base" else label)
 
 
 @dataclass

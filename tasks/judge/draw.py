@@ -1,4 +1,4 @@
-"""Draw lots that are the same on every machine and with every library version: SHA-256 of the seed and the row's ids."""
+"""Draw lots that are the same on every machine and library version: SHA-256 of the seed and the ids."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def lots(rows: pl.DataFrame, seed: int, *, purpose: str) -> pl.Series:
     SHA-256 is taken once a distinct pair and checkpoint; the rest is mixed in whole columns.
     """
     bits = _column_bits(rows["pair_id"], seed, purpose) ^ _mix(_column_bits(rows["checkpoint"], seed, purpose))
-    small = rows.select(
-        pl.col("sample").cast(pl.UInt64) * 4 + (pl.col("order") == "ba").cast(pl.UInt64) * 2 + pl.col("hinted").cast(pl.UInt64)
-    ).to_series()
+    sample, swapped, hinted = (
+        one.cast(pl.UInt64) for one in (pl.col("sample"), pl.col("order") == "ba", pl.col("hinted"))
+    )
+    small = rows.select(sample * 4 + swapped * 2 + hinted).to_series()
     return pl.Series("lot", _mix(bits ^ _mix(small.to_numpy())), dtype=pl.UInt64)
 
 
@@ -51,7 +52,8 @@ def group_lots(rows: pl.DataFrame, seed: int, *, purpose: str) -> pl.Series:
 
 def _column_bits(column: pl.Series, seed: int, purpose: str) -> Bits:
     words = column.unique()
-    table = pl.DataFrame({"word": words, "bits": pl.Series(hash_bits(seed, words.to_list(), purpose=purpose), dtype=pl.UInt64)})
+    bits = pl.Series("bits", hash_bits(seed, words.to_list(), purpose=purpose), dtype=pl.UInt64)
+    table = words.to_frame("word").with_columns(bits)
     return column.to_frame("word").join(table, on="word", how="left", maintain_order="left")["bits"].to_numpy()
 
 

@@ -52,7 +52,8 @@ def judge_messages(
     """
     messages = [{"role": "system", "content": config.system}] if config.system else []
     for shot in config.few_shot:
-        messages.append({"role": "user", "content": _fill(config.user, shot.prompt, (shot.response_a, shot.response_b))})
+        question = _fill(config.user, shot.prompt, (shot.response_a, shot.response_b))
+        messages.append({"role": "user", "content": question})
         messages.append(completion_message(f"{shot.rationale}\n\n{verdict_text(shot.verdict)}"))
     text = prompt if isinstance(prompt, str) else conversation(prompt)
     messages.append({"role": "user", "content": _fill(config.user, text, (response_a, response_b))})
@@ -86,7 +87,7 @@ def render(pairs: pa.Table, orders: Sequence[str], config: PromptConfig) -> pa.T
 
 
 def shown_order(seed: int, pair_ids: Sequence[str]) -> list[str]:
-    """Pick the order each pair is shown in: a fair coin from SHA-256 of seed and pair id, whatever other pairs there are."""
+    """Pick the order each pair is shown in: a fair coin from SHA-256 of seed and pair id."""
     coins = hash_bits(seed, pair_ids, purpose="order") >> np.uint64(63)
     return [Order.BA.value if coin else Order.AB.value for coin in coins.tolist()]
 

@@ -1,8 +1,8 @@
-"""Read verdicts: one parser, versioned, for the training filter and for evaluation alike.
+r"""Read verdicts: one parser, versioned, for the training filter and for evaluation alike.
 
 A verdict is `[[A]]` or `[[B]]`; `[[C]]` and `[[tie]]` are ties. Blanks inside the brackets are tolerated. The letters
 are capitals, because `[[a]]` is a list in a rationale about code; `tie` may be written tie, Tie or TIE. Anything else
-(`[A]`, `[[Response A]]`, `[[A/B]]`, `[[**A**]]`, `\\[\\[A\\]\\]`) is no verdict: the format is part of what is learnt.
+(`[A]`, `[[Response A]]`, `[[A/B]]`, `[[**A**]]`, `\[\[A\]\]`) is no verdict: the format is part of what is learnt.
 The last verdict counts. Where the last line that holds a verdict holds different ones (`[[A]] or [[B]]`), none counts
 and the judgment is `both`. Lines end at a line feed or a carriage return.
 A completion that ran into the token limit is `truncated`, whatever it says; one without a proper end is an `error`.
@@ -11,13 +11,16 @@ A completion that ran into the token limit is `truncated`, whatever it says; one
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
-import pyarrow as pa
 
 from storage.errors import StepFailedError
-from storage.schema import JUDGMENT_ID, SCHEMAS, Order, Status
+from storage.schema import JUDGMENT_ID, Order, Status
+from tasks.judge import frames
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 VERSION = 1
 
@@ -27,6 +30,8 @@ _VERDICT = rf"(?:{_A}|{_B}|{_TIE})"
 _SPAN = rf"{_VERDICT}(?:[^\r\n]*{_VERDICT})?"  # from the first to the last verdict of a line
 
 _SPAN_RE, _VERDICT_RE = re.compile(_SPAN), re.compile(_VERDICT)
+
+_NEAR = 200  # characters at the end of a text that are searched first
 
 PARSED = (Status.CORRECT, Status.WRONG, Status.TIE)  # the statuses of a verdict that counts
 
@@ -45,16 +50,14 @@ class Reading(NamedTuple):
 
 def read(text: str) -> Reading:
     """Read one text."""
-    span = None
-    for span in _SPAN_RE.finditer(text):
-        pass
-    if span is None:
+    spans = [found.span() for found in _SPAN_RE.finditer(text)]
+    if not spans:
         return Reading(None, None, None)
-    *_, last = _VERDICT_RE.finditer(text, *span.span())
-    outcomes = {_letter(found[0]) for found in _VERDICT_RE.finditer(text, *span.span())}
+    verdicts = list(_VERDICT_RE.finditer(text, *spans[-1]))
+    outcomes = {_letter(found[0]) for found in verdicts}
     if len(outcomes) > 1:
-        return Reading("both", span.start(), span.end())
-    return Reading(outcomes.pop(), last.start(), last.end())
+        return Reading("both", *spans[-1])
+    return Reading(outcomes.pop(), *verdicts[-1].span())
 
 
 def _letter(verdict: str) -> str:
@@ -69,43 +72,53 @@ def rationale_end(text: str) -> int | None:
 
 def readings(texts: pl.Series) -> pl.DataFrame:
     """Read a column of texts as `read` does; give outcome, rationale_end, verdict_end."""
-    frame = texts.fill_null("").to_frame("text").select("text", pl.col("text").str.extract_all(_SPAN).list.last().alias("span"))
-    kinds = [pl.col("span").str.contains(pattern) for pattern in (_A, _B, _TIE)]
-    frame = frame.with_columns(
-        pl.when(pl.sum_horizontal(kinds) > 1)
+    text, span, last = pl.col("text"), pl.col("span"), pl.col("last")
+    rows = texts.fill_null("").to_frame("text").with_columns(text.str.extract_all(_SPAN).list.last().alias("span"))
+    rows = rows.with_columns(
+        _outcome().alias("outcome"),
+        span.str.extract_all(_VERDICT).list.last().alias("last"),
+        (text.str.len_chars().cast(pl.Int64) - _tails(rows)).alias("verdict_end"),
+    )
+    counted = pl.when(pl.col("outcome") == "both").then(span).otherwise(last).str.len_chars().cast(pl.Int64)
+    start = pl.col("verdict_end") - counted
+    return rows.select("outcome", start.cast(pl.Int32).alias("rationale_end"), pl.col("verdict_end").cast(pl.Int32))
+
+
+def _outcome() -> pl.Expr:
+    says_a, says_b, says_tie = (pl.col("span").str.contains(pattern) for pattern in (_A, _B, _TIE))
+    return (
+        pl.when(pl.sum_horizontal(says_a, says_b, says_tie) > 1)
         .then(pl.lit("both"))
-        .otherwise(pl.when(kinds[0]).then(pl.lit("A")).when(kinds[1]).then(pl.lit("B")).when(kinds[2]).then(pl.lit("tie")))
-        .alias("outcome"),
-        pl.col("span").str.extract_all(_VERDICT).list.last().alias("last"),
-        (pl.col("text").str.len_chars().cast(pl.Int64) - _tails(frame)).alias("verdict_end"),
-    )
-    counted = pl.when(pl.col("outcome") == "both").then("span").otherwise("last").str.len_chars().cast(pl.Int64)
-    return frame.select(
-        "outcome",
-        (pl.col("verdict_end") - counted).cast(pl.Int32).alias("rationale_end"),
-        pl.col("verdict_end").cast(pl.Int32),
+        .when(says_a)
+        .then(pl.lit("A"))
+        .when(says_b)
+        .then(pl.lit("B"))
+        .when(says_tie)
+        .then(pl.lit("tie"))
     )
 
 
-def _tails(frame: pl.DataFrame) -> pl.Series:
+def _tails(rows: pl.DataFrame) -> pl.Series:
     """Count the characters after the last occurrence of `span` in `text`; null without a span.
 
-    Most texts end with their verdict, and cutting the others apart is what costs time.
+    Most texts end with their verdict or soon after; cutting whole texts apart is what costs time.
     """
-    frame = frame.with_row_index("row")
-    rest = frame.filter(~pl.col("text").str.ends_with(pl.col("span")))
-    lengths = rest.select("row", pl.col("text").str.split(pl.col("span")).list.last().str.len_chars().cast(pl.Int64).alias("tail"))
-    ended = pl.when(pl.col("span").is_not_null()).then(pl.lit(0, pl.Int64))
-    joined = frame.select("row", ended.alias("ended")).join(lengths, on="row", how="left", maintain_order="left")
+    text, span, near = pl.col("text"), pl.col("span"), pl.col("text").str.tail(_NEAR)
+    rows = rows.with_row_index("row")
+    rest = rows.filter(~text.str.ends_with(span))
+    rest = rest.with_columns(pl.when(near.str.contains(span, literal=True)).then(near).otherwise(text).alias("text"))
+    tail = text.str.split(span).list.last().str.len_chars().cast(pl.Int64)
+    ended = pl.when(span.is_not_null()).then(pl.lit(0, pl.Int64)).alias("ended")
+    lengths = rest.select("row", tail.alias("tail"))
+    joined = rows.select("row", ended).join(lengths, on="row", how="left", maintain_order="left")
     return joined.select(pl.coalesce("tail", "ended")).to_series()
 
 
 def cut(texts: pl.Series) -> pl.Series:
     """Cut texts behind the counted verdict, so that nothing rambles on after it in training; others stay whole."""
-    frame = readings(texts).with_columns(texts.alias("text"))
-    return frame.select(
-        pl.when(pl.col("verdict_end").is_null()).then("text").otherwise(pl.col("text").str.slice(0, pl.col("verdict_end")))
-    ).to_series()
+    rows = readings(texts).with_columns(texts.alias("text"))
+    short = pl.col("text").str.slice(0, pl.col("verdict_end"))
+    return rows.select(pl.when(pl.col("verdict_end").is_null()).then("text").otherwise(short)).to_series()
 
 
 def judge(completions: pa.Table, pairs: pa.Table) -> pa.Table:
@@ -115,15 +128,15 @@ def judge(completions: pa.Table, pairs: pa.Table) -> pa.Table:
     1 - prob_a where the gold response was shown second. Raises StepFailedError for a completion of an unknown pair.
     """
     columns = [*JUDGMENT_ID, "finish_reason", "n_tokens", "prob_a", "error"]
-    frame = _frame(completions.select(columns))
-    frame = pl.concat([frame, readings(_series(completions.column("text")))], how="horizontal")
-    frame = with_shown_gold(frame, pairs).with_columns(_status().alias("status"))
+    rows = frames.frame(completions.select(columns))
+    rows = pl.concat([rows, readings(frames.series(completions.column("text")))], how="horizontal")
+    rows = with_shown_gold(rows, pairs).with_columns(_status().alias("status"))
     counts = pl.col("status").is_in([Status.CORRECT.value, Status.WRONG.value])
-    frame = frame.with_columns(
+    rows = rows.with_columns(
         pl.when(counts).then("outcome").alias("verdict"),
         pl.when(pl.col("shown_gold") == "A").then("prob_a").otherwise(1 - pl.col("prob_a")).alias("prob_gold"),
     )
-    return to_table(frame, "judgments")
+    return frames.table(rows, "judgments")
 
 
 def _status() -> pl.Expr:
@@ -143,33 +156,16 @@ def _status() -> pl.Expr:
     )
 
 
-def with_shown_gold(frame: pl.DataFrame, pairs: pa.Table) -> pl.DataFrame:
+def with_shown_gold(rows: pl.DataFrame, pairs: pa.Table) -> pl.DataFrame:
     """Add `shown_gold`: the letter of the better response as it was shown, from the pair's gold and the row's order."""
-    golds = _frame(pairs.select(["pair_id", "gold"]))
-    frame = frame.join(golds, on="pair_id", how="left", validate="m:1", maintain_order="left")
-    lost = frame.filter(~pl.col("gold").is_in(["A", "B"]).fill_null(False))
+    golds = frames.frame(pairs.select(["pair_id", "gold"]))
+    rows = rows.join(golds, on="pair_id", how="left", validate="m:1", maintain_order="left")
+    lost = rows.filter(~pl.col("gold").is_in(["A", "B"]).fill_null(False))
     if lost.height:
         raise StepFailedError(
             f"{lost.height} rows belong to no pair with a gold verdict, the first to pair {lost['pair_id'][0]}; "
             "give the pairs that were judged"
         )
     swapped = pl.when(pl.col("gold") == "A").then(pl.lit("B")).otherwise(pl.lit("A"))
-    return frame.with_columns(pl.when(pl.col("order") == Order.AB.value).then("gold").otherwise(swapped).alias("shown_gold")).drop("gold")
-
-
-def to_table(frame: pl.DataFrame, artifact: str) -> pa.Table:
-    """Give a frame's columns as a table of an artifact's schema."""
-    schema = SCHEMAS[artifact]
-    return frame.select(schema.names).to_arrow(compat_level=pl.CompatLevel.oldest()).cast(schema)
-
-
-def _frame(table: pa.Table) -> pl.DataFrame:
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame)
-    return frame
-
-
-def _series(column: pa.ChunkedArray) -> pl.Series:
-    series = pl.from_arrow(column)
-    assert isinstance(series, pl.Series)
-    return series
+    shown = pl.when(pl.col("order") == Order.AB.value).then("gold").otherwise(swapped)
+    return rows.with_columns(shown.alias("shown_gold")).drop("gold")

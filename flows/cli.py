@@ -1,0 +1,296 @@
+"""The command line. Every user error is one sentence and exit code 2; nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+STORE = click.option("--store", default=None, help="Folder or s3://bucket/prefix. [default: STARWHEEL_STORE or ./starwheel-store]")
+SET = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.epochs=2.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="starwheel")
+def cli() -> None:
+    """Turn preference pairs into ever better judges: the STaR loop, resumable and inspectable."""
+
+
+@cli.command()
+@click.argument("config")
+@SET
+@JSON
+def run(config: str, overrides: Sequence[str], as_json: bool) -> None:
+    """Run the loop of CONFIG (a preset or a YAML file). Committed steps of earlier runs are reused."""
+    from configs.budget import fit
+    from configs.load import load_config
+    from storage.store import open_store
+    from tasks.run import create_run
+
+    described = load_config(config, overrides)
+    fit(described)
+    store = open_store(described.store)
+    _run_flow(create_run(store, described), store.url, as_json=as_json)
+
+
+@cli.command()
+@click.argument("run_id", metavar="RUN")
+@STORE
+@JSON
+def resume(run_id: str, store: str | None, as_json: bool) -> None:
+    """Go on with RUN where it ended. What is committed is not done again."""
+    from tasks.history import read_history
+
+    opened = _open(store)
+    run_id = _find(opened, run_id)
+    if read_history(opened, run_id).state == "done":
+        click.echo(f"{run_id} is done; nothing is left to do.", err=True)
+        _print_report(opened, run_id, as_json=as_json)
+        return
+    _run_flow(run_id, opened.url, as_json=as_json)
+
+
+def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
+    from storage.store import open_store
+    from tasks.jobs.launch import QUIET
+
+    for name, value in {**QUIET, "PREFECT_LOGGING_LEVEL": "WARNING", "PREFECT_SERVER_LOGGING_LEVEL": "ERROR"}.items():
+        os.environ.setdefault(name, value)
+    from flows.star import star
+
+    click.echo(f"run {run_id} in {store}", err=True)
+    where = "" if store == _default_store() else f" --store {store}"
+    try:
+        done = star(run_id=run_id, store=store)
+    except BaseException:
+        click.echo(f"\n{run_id} stopped; what is committed stays. Go on with: starwheel resume {run_id}{where}", err=True)
+        raise
+    _print_report(open_store(store, create=False), run_id, as_json=as_json)
+    if not as_json:
+        for file in done["report"]:
+            click.echo(f"wrote {file}", err=True)
+        click.echo(f"look inside: starwheel show {run_id}{where}", err=True)
+
+
+@cli.command()
+@click.argument("config")
+@SET
+@JSON
+def plan(config: str, overrides: Sequence[str], as_json: bool) -> None:
+    """Show each step of CONFIG: reused or to do, and why. Starts nothing, writes nothing but a new store's format."""
+    from configs.load import load_config
+    from flows.iteration import star
+    from flows.terminal import print_json, print_table
+    from storage.store import open_store
+    from tasks.plan import make_plan
+
+    described = load_config(config, overrides)
+    planned = make_plan(open_store(described.store), described, star)
+    if as_json:
+        print_json([vars(one) for one in planned])
+        return
+    rows = [(one.iteration, f"{one.step} {one.label}".strip(), one.state, one.rows, one.why) for one in planned]
+    print_table(("iteration", "step", "state", "rows", "why"), rows)
+    todo = sum(one.state == "to do" for one in planned)
+    click.echo(f"{len(planned) - todo} steps reused, {todo} to do")
+
+
+@cli.command()
+@STORE
+@JSON
+def ls(store: str | None, as_json: bool) -> None:
+    """List the runs of a store."""
+    from flows.terminal import print_json, print_table
+    from tasks.history import summarise
+
+    opened = _open(store)
+    runs = [summarise(opened, run_id) for run_id in opened.runs()]
+    if as_json:
+        print_json(runs)
+        return
+    columns = ("run", "state", "iteration", "steps", "reused", "started", "last record")
+    print_table(columns, [tuple(one[name.replace(" ", "_")] for name in columns) for one in runs], title=opened.url)
+
+
+@cli.command()
+@click.argument("run_id", metavar="RUN")
+@STORE
+@JSON
+def status(run_id: str, store: str | None, as_json: bool) -> None:
+    """Say how far RUN is."""
+    from flows.terminal import print_json, print_table
+    from tasks.history import summarise
+
+    opened = _open(store)
+    summary = summarise(opened, _find(opened, run_id))
+    if as_json:
+        print_json(summary)
+        return
+    print_table(("", ""), summary.items())
+
+
+@cli.command()
+@click.argument("run_id", metavar="RUN")
+@click.argument("iteration", type=int, required=False)
+@click.argument("step", required=False)
+@STORE
+@JSON
+def show(run_id: str, iteration: int | None, step: str | None, store: str | None, as_json: bool) -> None:
+    """Show a RUN's results, the steps of an ITERATION, or the manifest of a STEP."""
+    from flows.terminal import print_json, print_table
+    from tasks.history import iteration_steps, step_manifests
+
+    opened = _open(store)
+    run_id = _find(opened, run_id)
+    if iteration is None:
+        _print_report(opened, run_id, as_json=as_json)
+        return
+    if step is not None:
+        print_json(step_manifests(opened, run_id, iteration, step))
+        return
+    steps = iteration_steps(opened, run_id, iteration)
+    if as_json:
+        print_json(steps)
+        return
+    columns = ("step", "state", "in", "kept", "dropped", "artifacts", "seconds", "key")
+    print_table(columns, [tuple(one[name] for name in columns) for one in steps], title=f"{run_id} iteration {iteration}")
+
+
+@cli.group()
+def config() -> None:
+    """List, show and check configurations."""
+
+
+@config.command("list")
+@JSON
+def config_list(as_json: bool) -> None:
+    """List the presets."""
+    from configs.load import presets
+    from flows.terminal import print_json
+
+    if as_json:
+        print_json(presets())
+        return
+    click.echo("\n".join(presets()))
+
+
+@config.command("show")
+@click.argument("name", metavar="CONFIG")
+@SET
+@JSON
+def config_show(name: str, overrides: Sequence[str], as_json: bool) -> None:
+    """Show CONFIG with every default filled in."""
+    from configs.load import load_config, show
+    from flows.terminal import print_json
+
+    described = load_config(name, overrides)
+    if as_json:
+        print_json(described.model_dump(mode="json"))
+        return
+    click.echo(show(described), nl=False)
+
+
+@config.command("validate")
+@click.argument("name", metavar="CONFIG")
+@SET
+@JSON
+def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
+    """Check CONFIG: all problems at once, lengths and memory computed; no model is loaded."""
+    from configs.budget import fit
+    from configs.load import load_config
+    from flows.terminal import print_json, print_table
+
+    described = load_config(name, overrides)
+    needs = fit(described)
+    if as_json:
+        print_json({"valid": True, "memory": needs})
+        return
+    print_table(("needs", "GiB"), needs)
+    click.echo(f"{name} is valid")
+
+
+def _print_report(store: Any, run_id: str, *, as_json: bool) -> None:
+    from flows.terminal import print_json, print_table
+    from tasks.report import SHOWN, make_report, results_table
+
+    report = make_report(store, run_id)
+    if as_json:
+        print_json(report.to_json())
+        return
+    rows = results_table(report)
+    if not rows:
+        click.echo(f"{run_id}: no checkpoint is evaluated yet")
+        return
+    print_table(rows[0].keys(), [one.values() for one in rows], title=f"{run_id}: % with 95 % intervals")
+    print_table(
+        ("iteration", "completions", "selected", "yield", "training rows", "dropped"),
+        [
+            (
+                one.iteration,
+                one.completions,
+                one.selected,
+                f"{100 * one.selected / max(one.completions, 1):.0f} %",
+                one.rows,
+                ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
+            )
+            for one in report.yields
+        ],
+    )
+    for one in report.compared:
+        against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
+        click.echo(
+            f"{one.suite}: checkpoint {one.judge} − {against}: {100 * one.difference:+.1f} points "
+            f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}], p = {one.p:.2g}, {one.n} pairs (paired, clustered by prompt)"
+        )
+    click.echo(f"engine starts: {report.engine_starts}")
+
+
+def _default_store() -> str:
+    return os.environ.get("STARWHEEL_STORE", "starwheel-store")
+
+
+def _open(store: str | None) -> Any:
+    from storage.store import open_store
+
+    return open_store(store or _default_store(), create=False)
+
+
+def _find(store: Any, name: str) -> str:
+    """Take a run id, or the beginning of one that names one run; `last` is the run made last."""
+    known = store.runs()
+    if name in known:
+        return name
+    if name == "last" and known:
+        return max(known, key=lambda run_id: run_id.rsplit("-", 2)[1:])
+    begun = [run_id for run_id in known if run_id.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
+    hint = f"it may be {', '.join(begun[:5])}" if begun else f"`starwheel ls` lists {len(known)} runs"
+    raise click.UsageError(f"{store.url}: no run is named {name}; {hint}")
+
+
+def main(call: Callable[..., Any] = cli) -> None:
+    """Run the command line and turn errors into sentences and exit codes."""
+    try:
+        call(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if code is None:
+            raise
+        click.echo(f"starwheel: {error}", err=True)
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

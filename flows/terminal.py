@@ -1,0 +1,81 @@
+"""Write progress and tables to the terminal; results go to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+QUIET_SECONDS = 10.0  # between progress lines where stderr is no terminal
+
+
+def progress_listener() -> Callable[[Mapping[str, Any]], None]:
+    """Make a listener that shows committed steps as lines and progress in place."""
+    live = sys.stderr.isatty()
+    last = 0.0
+
+    def listen(event: Mapping[str, Any]) -> None:
+        nonlocal last
+        if event["event"] == "step":
+            _line(live, _step_line(event), end="\n")
+        elif event["event"] == "progress" and (live or time.monotonic() - last > QUIET_SECONDS):
+            last = time.monotonic()
+            _line(live, _progress_line(event), end="" if live else "\n")
+
+    return listen
+
+
+def _line(live: bool, text: str, *, end: str) -> None:
+    sys.stderr.write(f"\r\x1b[2K{text}{end}" if live else f"{text}{end}")
+    sys.stderr.flush()
+
+
+def _where(event: Mapping[str, Any]) -> str:
+    label = f" {event['label']}" if event["label"] else ""
+    return f"iteration {event['iteration']} · {event['step']}{label}"
+
+
+def _step_line(event: Mapping[str, Any]) -> str:
+    return f"{'reused ' if event['reused'] else 'done   '} {_where(event)}  {event['key'][:12]}"
+
+
+def _progress_line(event: Mapping[str, Any]) -> str:
+    parts = [f"        {_where(event)} {event['done']}/{event['total']} {event['unit']}"]
+    if event.get("tokens_per_second"):
+        parts.append(f"{event['tokens_per_second']:.0f} tok/s")
+    if event.get("loss") is not None:
+        parts.append(f"loss {event['loss']:.3f}")
+    if event.get("eta") is not None:
+        minutes, seconds = divmod(int(event["eta"]), 60)
+        parts.append(f"ETA {minutes}:{seconds:02d}")
+    return " · ".join(parts)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "") -> None:
+    """Print a table; cells are shown as plain text, never as markup."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(plain(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def plain(cell: Any) -> str:
+    """Turn a cell into one line of visible characters: stored text may hold escapes and direction marks."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, float):
+        return f"{cell:.3f}"
+    return "".join(char if char.isprintable() else "�" for char in str(cell))
+

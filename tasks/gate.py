@@ -1,0 +1,98 @@
+"""Decide on dev whether the loop goes on: only evidence that a checkpoint is worse, or a collapse, stops it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import polars as pl
+
+from tasks.judge import frames
+from tasks.judge.statistics import Difference, paired
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from configs.run import GateConfig
+
+VERSION = 1
+
+
+class Decision(StrEnum):
+    """Say whether the loop goes on."""
+
+    GO = "go"
+    STOP = "stop"
+
+
+class Gate(NamedTuple):
+    """Hold a decision and what it rests on.
+
+    `difference` is now - before on the dev pairs, with its 95 % interval; `p` is one-sided: small where now is worse.
+    All four are None at the first look.
+    """
+
+    decision: Decision
+    reason: str
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+
+
+def decide(
+    dev_now: pa.Table, dev_before: pa.Table | None, metrics_now: pa.Table, config: GateConfig, looks: int
+) -> Gate:
+    """Decide from two checkpoints' `pair_scores` on dev and the `metrics` of the newer one.
+
+    The comparison is the forced choice, or free text where no probabilities were read. It stops where the newer is
+    worse at alpha / looks (Bonferroni over the looks of a run), or its parse rate is below the floor; with
+    `on_worse: continue` the loop goes on all the same and the reason says so. No evidence goes on.
+    """
+    if looks < 1:
+        raise ValueError(f"{looks} looks: a run has at least one")
+    limit = config.alpha / looks
+    metric, found = _compare(dev_now, dev_before)
+    numbers = (found.value, found.low, found.high, found.p_worse) if found else ()
+    bad = _collapse(metrics_now, config.min_parse_rate)
+    if bad is None and found and found.value < 0 and found.p_worse <= limit:
+        bad = f"Worse than the checkpoint before: {_say(metric, found, limit)}"
+    if bad is None:
+        return Gate(Decision.GO, _fine(metric, found, limit), *numbers)
+    if config.on_worse == "continue":
+        return Gate(Decision.GO, f"{bad}; goes on because gate.on_worse is continue.", *numbers)
+    return Gate(Decision.STOP, f"{bad}.", *numbers)
+
+
+def _compare(now: pa.Table, before: pa.Table | None) -> tuple[str, Difference | None]:
+    if before is None:
+        return "", None
+    columns = ["pair_id", "group", "forced_choice", "free_text"]
+    later, earlier = frames.frame(now.select(columns)), frames.frame(before.select(columns))
+    both = later.join(earlier, on="pair_id", how="inner", suffix="_before", validate="1:1").sort("pair_id")
+    for metric in ("forced_choice", "free_text"):
+        rows = both.filter(pl.col(metric).is_not_null() & pl.col(f"{metric}_before").is_not_null())
+        if rows.height:
+            return metric, paired(rows[metric].to_numpy(), rows[f"{metric}_before"].to_numpy(), rows["group"].to_list())
+    return "", None
+
+
+def _collapse(metrics: pa.Table, floor: float) -> str | None:
+    rows = frames.frame(metrics).filter((pl.col("metric") == "parse_rate") & (pl.col("subset") == ""))
+    rate = rows["value"][0] if rows.height else None
+    if rate is None or rate >= floor:
+        return None
+    return f"Only {rate:.1%} of {rows['n'][0]} judgments have a verdict, below gate.min_parse_rate {floor:.1%}"
+
+
+def _fine(metric: str, found: Difference | None, limit: float) -> str:
+    if found is None:
+        return "Nothing to compare with yet."
+    return f"No evidence that it is worse than the checkpoint before: {_say(metric, found, limit)}."
+
+
+def _say(metric: str, found: Difference, limit: float) -> str:
+    return (
+        f"{metric.replace('_', ' ')} {100 * found.value:+.1f} points ({100 * found.low:+.1f} to {100 * found.high:+.1f}) "
+        f"on {found.n} dev pairs of {found.clusters} groups, one-sided p {found.p_worse:.2g}, limit {limit:.2g}"
+    )

@@ -1,0 +1,126 @@
+"""Read what a run used, from its log alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from configs.run import RunConfig
+from storage.errors import StoreError
+from storage.manifest import Manifest, manifest_fields
+from storage.store import Store
+
+
+@dataclass(frozen=True)
+class Used:
+    """Name a step that a run used; `reused` tells that another run or an earlier attempt had computed it."""
+
+    iteration: int
+    step: str
+    label: str
+    key: str
+    attempt: int
+    reused: bool
+
+
+@dataclass(frozen=True)
+class History:
+    """Hold a run's config, its log and the steps it used, in the order of their first use."""
+
+    run_id: str
+    config: RunConfig
+    records: Sequence[Mapping[str, Any]]
+    used: Sequence[Used]
+
+    @property
+    def state(self) -> str:
+        """Give done, stopped, failed, or open (running, or interrupted: the lease tells which)."""
+        closed = [one for one in self.records if one["kind"] in {"opened", "closed"}]
+        if not closed:
+            return "new"
+        return str(closed[-1]["outcome"]) if closed[-1]["kind"] == "closed" else "open"
+
+    def of(self, step: str, iteration: int | None = None) -> Iterator[Used]:
+        """Give the used steps of a name, in one iteration or in all."""
+        return (one for one in self.used if one.step == step and iteration in (None, one.iteration))
+
+
+def read_history(store: Store, run_id: str) -> History:
+    """Read a run; the last use of a step in an iteration counts."""
+    config = RunConfig.model_validate(store.run_config(run_id))
+    records = store.run_log(run_id).records()
+    used: dict[tuple[int, str, str], Used] = {}
+    for one in records:
+        if one["kind"] == "step":
+            use = Used(*(one[name] for name in ("iteration", "step", "label", "key", "attempt", "reused")))
+            used[use.iteration, use.step, use.label] = use
+    return History(run_id, config, records, list(used.values()))
+
+
+def manifest_of(store: Store, used: Used) -> Manifest | None:
+    """Give the manifest of a used step, None where it was lost or voided since."""
+    return store.manifest(used.key)
+
+
+def metric(metrics: pa.Table, name: str, subset: str = "") -> Mapping[str, Any]:
+    """Give one row of a metrics table: value, low, high, n, clusters."""
+    chosen = metrics.filter(pc.and_(pc.equal(metrics["metric"], name), pc.equal(metrics["subset"], subset)))
+    rows: list[Mapping[str, Any]] = chosen.to_pylist()
+    return rows[0] if rows else {"value": None, "low": None, "high": None, "n": 0, "clusters": 0}
+
+
+def summarise(store: Store, run_id: str) -> dict[str, Any]:
+    """Sum a run up from its log alone: state, last iteration, steps, when."""
+    history = read_history(store, run_id)
+    return {
+        "run": run_id,
+        "state": history.state,
+        "iteration": max((one.iteration for one in history.used), default=0),
+        "iterations": history.config.iterations,
+        "last_step": f"{history.used[-1].step} {history.used[-1].label}".strip() if history.used else "",
+        "steps": len(history.used),
+        "reused": sum(one.reused for one in history.used),
+        "opened": sum(one["kind"] == "opened" for one in history.records),
+        "started": history.records[0]["time"] if history.records else "",
+        "last_record": history.records[-1]["time"] if history.records else "",
+    }
+
+
+def iteration_steps(store: Store, run_id: str, iteration: int) -> list[dict[str, Any]]:
+    """List the steps of an iteration with their counts and timings."""
+    history = read_history(store, run_id)
+    chosen = [one for one in history.used if one.iteration == iteration]
+    if not chosen:
+        known = ", ".join(str(one) for one in sorted({one.iteration for one in history.used}))
+        raise StoreError(f"{run_id} has no steps in iteration {iteration}; there are steps in {known or 'none'}")
+    return [_step_row(used, manifest_of(store, used)) for used in chosen]
+
+
+def _step_row(used: Used, manifest: Manifest | None) -> dict[str, Any]:
+    row = {"step": f"{used.step} {used.label}".strip(), "state": "reused" if used.reused else "computed", "key": used.key[:12]}
+    if manifest is None:
+        return {**row, "state": "lost or void", "in": None, "kept": None, "dropped": "", "artifacts": "", "seconds": None}
+    dropped = manifest.counts.get("dropped", {})
+    return {
+        **row,
+        "in": manifest.counts.get("in"),
+        "kept": manifest.counts.get("kept"),
+        "dropped": ", ".join(f"{reason} {count}" for reason, count in dropped.items()),
+        "artifacts": ", ".join(f"{name} {one.rows}" for name, one in manifest.artifacts.items()),
+        "seconds": manifest.facts.get("seconds"),
+    }
+
+
+def step_manifests(store: Store, run_id: str, iteration: int, step: str) -> list[dict[str, Any]]:
+    """Give the manifests of a step in an iteration, as JSON."""
+    history = read_history(store, run_id)
+    chosen = list(history.of(step, iteration))
+    if not chosen:
+        known = sorted({one.step for one in history.used if one.iteration == iteration})
+        raise StoreError(f"{run_id} used no step {step!r} in iteration {iteration}; it used {', '.join(known) or 'none'}")
+    found = [(used, manifest_of(store, used)) for used in chosen]
+    return [{"label": used.label, "reused": used.reused, **manifest_fields(one)} for used, one in found if one is not None]

@@ -1,0 +1,112 @@
+"""Plan a run without starting anything: each step reused or to do, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.run import RunConfig, SampleOrder
+from storage.schema import Split, part
+from storage.store import Store
+from tasks.evaluate import blocks
+from tasks.run import DryRun
+from tasks.step import Context, Event, NotCommittedError
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Name a step of a run to be; `rows` is what it writes, None where that is not known yet."""
+
+    iteration: int
+    step: str
+    label: str
+    state: str  # reused | to do
+    why: str
+    rows: int | None
+
+
+class _NoLog:
+    """Stand in for a run's log: a plan writes nothing."""
+
+    def records(self) -> list[dict[str, Any]]:
+        return []
+
+    def append(self, kind: str, **fields: Any) -> None:
+        return None
+
+
+def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
+    """Walk the loop `walk` (flows/iteration.py) over what is committed; the first gap and all after it are to do."""
+    reused: dict[tuple[int, str, str], Event] = {}
+
+    def heard(event: Event) -> None:
+        if event["event"] == "step":
+            reused[event["iteration"], event["step"], event["label"]] = event
+
+    run = DryRun(Context(store, config, Path(config.work)), "plan", _NoLog(), None, listen=heard)
+    gap = ""
+    try:
+        walk(run)
+    except NotCommittedError as error:
+        gap = f" ({error})"
+    sizes = _sizes(store, reused)
+    planned, first = [], True
+    for iteration, step, label, rows in outline(config, sizes):
+        if event := reused.get((iteration, step, label)):
+            why = f"committed as {event['key'][:12]}"
+            planned.append(Planned(iteration, step, label, "reused", why, _rows(store, event)))
+            continue
+        why = f"no step with this key is committed{gap}" if first else "its inputs are still to be made"
+        planned.append(Planned(iteration, step, label, "to do", why, rows))
+        first = False
+    return planned
+
+
+def outline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[int, str, str, int | None]]:
+    """List every step of an undisturbed run in order: iteration, step, label, completions it writes where known."""
+    yield 0, "base", "", None
+    yield 0, "split", "", None
+    if config.bootstrap:
+        yield 0, "bootstrap", "", sizes.get(Split.BOOTSTRAP)
+        yield 0, "train", "", None
+    for checkpoint in range(config.iterations + 1):
+        yield from _session(config, sizes, checkpoint)
+        if checkpoint < config.iterations:
+            orders = 2 if config.sample.order is SampleOrder.BOTH else 1
+            pairs = sizes.get(part(checkpoint + 1))
+            yield checkpoint + 1, "sample", "", pairs * orders * config.sample.n if pairs is not None else None
+            for step in ("select", "pairs", "train"):
+                yield checkpoint + 1, step, "", None
+
+
+def _session(config: RunConfig, sizes: Mapping[str, int], checkpoint: int) -> Iterator[tuple[int, str, str, int | None]]:
+    if checkpoint or config.bootstrap:
+        yield checkpoint, "parity", "", None
+    apart = checkpoint == 0 and config.bootstrap is not None and config.evaluate.base
+    asked = [("", "dev", config.evaluate.dev_votes)]
+    suites = [str(Split.TEST), *(source.name for source in config.data.suites)]
+    asked += [(role, suite, config.evaluate.votes) for role in (["", "base "] if apart else [""]) for suite in suites]
+    for role, suite, votes in asked:
+        for block in blocks(suite, votes):
+            pairs = sizes.get(suite)
+            yield checkpoint, "evaluate", f"{role}{block}", pairs * block.votes if pairs is not None else None
+    for role, suite, _ in asked:
+        yield checkpoint, "score", f"{role}{suite}", None
+        if suite == "dev":
+            yield checkpoint, "gate", "", None
+
+
+def _rows(store: Store, event: Event) -> int | None:
+    manifest = store.manifest(event["key"])
+    if manifest is None or not manifest.artifacts:
+        return None
+    return next(iter(manifest.artifacts.values())).rows
+
+
+def _sizes(store: Store, reused: Mapping[tuple[int, str, str], Event]) -> Mapping[str, int]:
+    """Give the pairs of each set once the split is committed."""
+    event = reused.get((0, "split", ""))
+    manifest = store.manifest(event["key"]) if event else None
+    return manifest.facts["certificate"]["pairs"] if manifest else {}

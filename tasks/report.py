@@ -1,0 +1,199 @@
+"""Sum a run up: accuracy per checkpoint with intervals, yields, paired test of the last judge against the first, a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from storage.store import Store
+from tasks.history import History, manifest_of, metric, read_history
+from tasks.judge.statistics import paired_difference
+
+SHOWN = (
+    "forced_choice", "free_text", "parse_rate", "truncation_rate", "pick_a", "pick_a_forced", "consistency", "rationale_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Hold one checkpoint on one suite: metric -> value, low, high, n, clusters (95 %)."""
+
+    judge: str  # "base" | "0" | "1" …
+    suite: str
+    metrics: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Yield:
+    """Count what an iteration kept: completions judged, rows selected, training rows, loss tokens."""
+
+    iteration: int
+    completions: int
+    selected: int
+    rows: int
+    dropped: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Hold a paired test on the same pairs, clustered by prompt: the difference in forced-choice accuracy."""
+
+    suite: str
+    judge: str
+    against: str
+    difference: float
+    low: float
+    high: float
+    p: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Hold what a run shows for itself."""
+
+    run_id: str
+    scores: Sequence[Scores]
+    yields: Sequence[Yield]
+    compared: Sequence[Compared]
+    engine_starts: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the JSON form."""
+        return asdict(self)
+
+
+def make_report(store: Store, run_id: str) -> Report:
+    """Read a run's committed scores; steps that were lost since are left out."""
+    history = read_history(store, run_id)
+    scored = {(_judge(one.iteration, one.label), one.label.split(" ")[-1]): manifest_of(store, one) for one in history.of("score")}
+    scores = []
+    for (judge, suite), manifest in scored.items():
+        if manifest is not None:
+            table = store.read(manifest.artifact("metrics"))
+            scores.append(Scores(judge, suite, {name: metric(table, name) for name in SHOWN}))
+    return Report(run_id, scores, _yields(store, history), _compare(store, scored), _engine_starts(store, history))
+
+
+def _judge(iteration: int, label: str) -> str:
+    return "base" if label.startswith("base ") or iteration < 0 else str(iteration)
+
+
+def _yields(store: Store, history: History) -> list[Yield]:
+    yields = []
+    for used in history.of("select"):
+        manifest = manifest_of(store, used)
+        rows = next((manifest_of(store, one) for one in history.of("pairs", used.iteration)), None)
+        if manifest is not None and rows is not None:
+            trained = next(iter(rows.artifacts.values())).rows
+            counts = manifest.counts
+            yields.append(Yield(used.iteration, counts["in"], counts["kept"], trained, counts["dropped"]))
+    return yields
+
+
+def _compare(store: Store, scored: Mapping[tuple[str, str], Any]) -> list[Compared]:
+    """Test the last checkpoint against the untrained base and against checkpoint 0, suite by suite."""
+    compared = []
+    last = max((int(judge) for judge, _ in scored if judge != "base"), default=0)
+    for (judge, suite), manifest in scored.items():
+        if judge not in {"base", "0"} or last == 0 or manifest is None or scored.get((str(last), suite)) is None:
+            continue
+        now = store.read(scored[str(last), suite].artifact("pair_scores"))
+        before = store.read(manifest.artifact("pair_scores"))
+        test = paired_difference(now, before, "forced_choice")
+        compared.append(Compared(suite, str(last), judge, test.difference, test.low, test.high, test.p, now.num_rows))
+    return compared
+
+
+def _engine_starts(store: Store, history: History) -> int:
+    """Count engine processes from the manifests."""
+    starts = set()
+    for used in history.used:
+        if used.step in {"parity", "evaluate", "sample"}:
+            manifest = manifest_of(store, used)
+            if manifest is not None and "engine" in manifest.facts:
+                starts.add(manifest.facts["engine"]["start"])
+    return len(starts)
+
+
+def results_table(report: Report) -> list[dict[str, str]]:
+    """Give one row a judge and suite, every accuracy with its interval, n, parse and truncation rate."""
+    rows = []
+    for one in sorted(report.scores, key=lambda score: (score.judge != "base", score.judge, score.suite)):
+        cells = {name: percent(one.metrics[name]) for name in SHOWN if name != "rationale_tokens"}
+        tokens = one.metrics["rationale_tokens"]["value"]
+        rows.append(
+            {
+                "judge": "untrained" if one.judge == "base" else f"checkpoint {one.judge}",
+                "suite": one.suite,
+                "n": str(one.metrics["forced_choice"]["n"]),
+                **cells,
+                "rationale_tokens": "–" if tokens is None else f"{tokens:.1f}",
+            }
+        )
+    return rows
+
+
+def percent(row: Mapping[str, Any]) -> str:
+    """Show a share with its 95 % interval as percentages: `78.2 [74.0, 82.1]`."""
+    if row["value"] is None:
+        return "–"
+    return f"{100 * row['value']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+
+
+def write_report(store: Store, report: Report, picture: bytes, folder: Path) -> list[Path]:
+    """Write results and plot into a local folder and beside the run in the store; give the local files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"results.json": json.dumps(report.to_json(), indent=2).encode(), "accuracy.png": picture}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        store.put_report(report.run_id, name, content)
+    return [folder / name for name in files]
+
+
+def plot(report: Report) -> bytes:
+    """Draw accuracy per checkpoint and suite with 95 % intervals, and yield, parse rate and position bias; a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    judges = sorted({one.judge for one in report.scores}, key=lambda judge: (judge != "base", judge))
+    suites = sorted({one.suite for one in report.scores if one.suite != "dev"}, key=lambda suite: (suite != "test", suite))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for number, suite in enumerate(suites):
+        _draw(left, report, judges, (suite, "forced_choice"), label=suite, shift=0.06 * number)
+    left.axhline(0.5, color="0.6", linewidth=0.8, linestyle=":")
+    left.set(title="Forced choice, both orders (95 % intervals)", ylabel="accuracy", ylim=(0.0, 1.02))
+    for name, label in (("parse_rate", "parse rate"), ("pick_a", "P(pick A), verdicts"), ("free_text", "free-text accuracy")):
+        _draw(right, report, judges, ("test", name), label=f"{label}, test")
+    if report.yields:
+        share = [one.selected / max(one.completions, 1) for one in report.yields]
+        places = [judges.index(str(one.iteration)) for one in report.yields if str(one.iteration) in judges]
+        right.plot(places, share[: len(places)], "s--", color="0.4", label="yield: kept of sampled")
+    right.axhline(0.5, color="0.6", linewidth=0.8, linestyle=":")
+    right.set(title="How it answers", ylim=(0.0, 1.02))
+    for axes in (left, right):
+        axes.set_xticks(range(len(judges)), ["untrained" if judge == "base" else f"checkpoint {judge}" for judge in judges])
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(report.run_id, fontsize=9, color="0.4")
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    pyplot.close(figure)
+    return picture.getvalue()
+
+
+def _draw(axes: Any, report: Report, judges: Sequence[str], what: tuple[str, str], *, label: str, shift: float = 0.0) -> None:
+    suite, name = what
+    points = [(judges.index(one.judge), one.metrics[name]) for one in report.scores if one.suite == suite]
+    points = sorted((place, row) for place, row in points if row["value"] is not None)
+    places = [place + shift for place, _ in points]
+    values = [row["value"] for _, row in points]
+    below = [row["value"] - row["low"] for _, row in points]
+    above = [row["high"] - row["value"] for _, row in points]
+    axes.errorbar(places, values, yerr=[below, above], marker="o", capsize=3, label=label)

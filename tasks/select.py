@@ -1,0 +1,97 @@
+"""Choose the judgments to train on; every judgment ends in `selected` or, with one reason, in `dropped`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from storage.schema import JUDGMENT_ID, Status
+from tasks.judge import draw, frames
+from tasks.judge.votes import BY_ORDER
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from configs.run import SelectConfig
+
+VERSION = 1
+
+
+class Reason(StrEnum):
+    """Name why a judgment is dropped, beside the statuses that are reasons themselves (wrong, tie, truncated, …)."""
+
+    TOO_HARD = "too_hard"  # fewer right samples of the pair and order than select.min_right
+    TOO_EASY = "too_easy"  # more than select.max_right
+    ENOUGH = "enough_of_pair"  # select.keep_per_pair others were drawn
+    BALANCE = "balance"  # the commoner verdict, cut to the rarer one's number
+    NO_RIGHT = "no_right"  # DPO: no sample of the pair and order can be chosen
+    NO_WRONG = "no_wrong"  # DPO: none can be rejected
+
+
+_RIGHT = pl.col("status") == Status.CORRECT.value
+_OPEN = pl.col("reason").is_null()
+
+
+def select(judgments: pa.Table, config: SelectConfig, *, seed: int) -> tuple[pa.Table, pa.Table]:
+    """Select for SFT: right verdicts only, of pairs within the band, `keep_per_pair` drawn by hash, then A/B balance.
+
+    The share of right samples is over the unhinted ones of a pair, checkpoint and order, whatever their status.
+    Which samples are kept doesn't depend on their length. Give `selected` and `dropped`, in the order of the rows.
+    """
+    rows = _rows(judgments).with_columns(pl.when(~_RIGHT).then("status").alias("reason"))
+    rows = _set(rows, _band(config))
+    if config.keep_per_pair is not None:
+        rows = _keep(rows, config.keep_per_pair, seed)
+    if config.balance:
+        rows = _balance(rows, draw.lots(rows, seed, purpose="balance"), pl.col("verdict"))
+    return _parted(rows)
+
+
+def select_sides(
+    judgments: pa.Table, config: SelectConfig, *, seed: int, unparsed_rejected: bool
+) -> tuple[pa.Table, pa.Table]:
+    """Select for DPO: right verdicts can be chosen, wrong ones rejected, where a pair and order has both.
+
+    `unparsed_rejected`: a text without a verdict that counts (unparsed, both) can be rejected too; pairing caps its
+    share. Ties, truncated and error rows are dropped. `keep_per_pair` is not used (pairing has its own limit).
+    `balance` drops whole pairs and orders until as many favour A as B. Give `selected` and `dropped`.
+    """
+    sides = [Status.CORRECT, Status.WRONG] + ([Status.UNPARSED, Status.BOTH] if unparsed_rejected else [])
+    usable = pl.col("status").is_in([one.value for one in sides])
+    rows = _rows(judgments).with_columns(pl.when(~usable).then("status").alias("reason"))
+    rows = _set(rows, _band(config))
+    chosen, rejected = (_OPEN & _RIGHT).any().over(BY_ORDER), (_OPEN & ~_RIGHT).any().over(BY_ORDER)
+    rows = _set(rows, pl.when(~chosen).then(pl.lit(Reason.NO_RIGHT)).when(~rejected).then(pl.lit(Reason.NO_WRONG)))
+    if config.balance:
+        favoured = pl.col("verdict").filter(_RIGHT).first().over(BY_ORDER)
+        rows = _balance(rows.with_columns(favoured.alias("favoured")), _prompt_lots(rows, seed), pl.col("favoured"))
+    return _parted(rows)
+
+
+def _rows(judgments: pa.Table) -> pl.DataFrame:
+    return frames.frame(judgments.select([*JUDGMENT_ID, "verdict", "status"]))
+
+
+def _set(rows: pl.DataFrame, reason: pl.Expr) -> pl.DataFrame:
+    """Give a reason to the rows that have none yet; the first reason stays."""
+    return rows.with_columns(pl.coalesce("reason", reason).alias("reason"))
+
+
+def _band(config: SelectConfig) -> pl.Expr:
+    share = _RIGHT.filter(~pl.col("hinted")).mean().over(BY_ORDER)
+    return (
+        pl.when(share < config.min_right)
+        .then(pl.lit(Reason.TOO_HARD))
+        .when(share > config.max_right)
+        .then(pl.lit(Reason.TOO_EASY))
+    )
+
+
+def _keep(rows: pl.DataFrame, most: int, seed: int) -> pl.DataFrame:
+    rows = rows.with_row_index("row")
+    left = rows.filter(_OPEN)
+    left = left.with_columns(draw.lots(left, seed, purpose="keep")).sort("lot", *JUDGMENT_ID)
+    spare = left.filter(pl.int_range(pl.len()).over(BY_ORDER) >= most)
+    return _drop(rows, spare["row"], Reason.ENOUGH)

