@@ -19,7 +19,8 @@ FORCED_CHOICE = 2  # tokens that the engine adds to model.max_len to read a verd
 MASTER_BYTES = 16  # fp32: weight 4, gradient 4, two moments of Adam 8
 FROZEN_BYTES = 4  # the base model under an adapter, and the reference model of full tuning
 LAYER_BYTES = 34  # activations of one layer a token, in units of its width, 16 bit (Korthikanti et al. 2022, eq. 2)
-PROCESS_GIB = 1.5  # interpreter, libraries, work buffers of a job
+ENGINE_BYTES = 3 * GIB  # its processes and work buffers: measured 2.9 beside weights and cache, vLLM 0.32 on CPU
+TRAINER_BYTES = 1.5 * GIB  # interpreter, libraries, work buffers
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,13 @@ def model_facts(folder: str | Path) -> ModelFacts:
         shape = raw.get("text_config", raw)
         return _facts(shape, _stored_parameters(Path(folder)))
     except FileNotFoundError:
-        raise ConfigError([f"model.base: there is no model at {file.absolute().parent}, no config.json; correct the path."]) from None
+        raise ConfigError(
+            [f"model.base: there is no model at {file.absolute().parent}, no config.json; correct the path."]
+        ) from None
     except (OSError, ValueError, AttributeError, TypeError, struct.error) as error:
-        raise ConfigError([f"model.base: {file.absolute().parent} can't be read as a model ({error}); fetch it again."]) from error
+        raise ConfigError(
+            [f"model.base: {file.absolute().parent} can't be read as a model ({error}); fetch it again."]
+        ) from error
 
 
 def _facts(shape: dict[str, Any], stored: int | None) -> ModelFacts:
@@ -145,54 +150,64 @@ def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None)
     return Memory(needed.parts, tuple(_problems(config, facts, machine, needed)))
 
 
-def _sequence_gib(config: RunConfig, facts: ModelFacts) -> float:
-    """Give the KV cache of one sequence of full length."""
+def _sequence_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Give the KV cache of one sequence of full length, on one device."""
     engine = config.engine
     width = 1 if engine.kv_cache_dtype.startswith("fp8") else DTYPE_BYTES[engine.dtype]
-    return (config.model.max_len + FORCED_CHOICE) * facts.kv_bytes_per_token * width / 2 / engine.tensor_parallel / GIB
+    return (config.model.max_len + FORCED_CHOICE) * facts.kv_bytes_per_token * width / 2 / engine.tensor_parallel
 
 
 def _engine(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[Part]:
     engine, lora = config.engine, config.train.lora
     width = DTYPE_BYTES[engine.dtype]
+    weights = facts.parameters * width / engine.tensor_parallel
     parts = [
-        Part("engine", "weights", facts.parameters * width / engine.tensor_parallel / GIB, f"parameters × {width} B / tensor_parallel"),
-        Part("engine", "process and buffers", PROCESS_GIB, "constant"),
+        _part("engine", "weights", weights, f"parameters × {width} B / tensor_parallel"),
+        _part("engine", "processes and buffers", ENGINE_BYTES, "constant"),
     ]
     if lora:
-        size = lora.r * facts.linear_width * width / GIB
-        parts.append(Part("engine", "adapter", size, f"r × (inputs + outputs of all linear layers) × {width} B"))
+        adapter = lora.r * facts.linear_width * width
+        parts.append(_part("engine", "adapter", adapter, f"r × (inputs + outputs of all linear layers) × {width} B"))
     if not machine.gpus:
-        return [*parts, Part("engine", "KV cache", float(engine.cpu_kv_cache_gib), "engine.cpu_kv_cache_gib")]
-    most = engine.max_num_seqs * _sequence_gib(config, facts)
-    room = min(machine.gpus) * engine.gpu_memory - sum(part.gib for part in parts)
-    size = max(min(most, room), _sequence_gib(config, facts))
-    return [*parts, Part("engine", "KV cache", size, "max_num_seqs × max_len × bytes a token, at most what is left")]
+        return [*parts, _part("engine", "KV cache", engine.cpu_kv_cache_gib * GIB, "engine.cpu_kv_cache_gib")]
+    one = _sequence_bytes(config, facts)
+    room = (min(machine.gpus) * engine.gpu_memory - sum(part.gib for part in parts)) * GIB
+    cache = max(min(engine.max_num_seqs * one, room), one)
+    return [*parts, _part("engine", "KV cache", cache, "max_num_seqs × max_len × bytes a token, at most what is left")]
 
 
 def _trainer(config: RunConfig, facts: ModelFacts) -> list[Part]:
-    train = config.train
-    dpo = config.method is Method.STAR_DPO
-    parts = [Part("trainer", "process and buffers", PROCESS_GIB, "constant")]
+    train, dpo = config.train, config.method is Method.STAR_DPO
+    parts = [_part("trainer", "process and buffers", TRAINER_BYTES, "constant")]
+    frozen = facts.parameters * FROZEN_BYTES
     if train.lora:
-        adapter = train.lora.r * facts.linear_width
-        parts.append(Part("trainer", "frozen weights", facts.parameters * FROZEN_BYTES / GIB, f"parameters × {FROZEN_BYTES} B"))
-        parts.append(Part("trainer", "adapter", adapter * MASTER_BYTES / GIB, f"adapter × {MASTER_BYTES} B (weight, gradient, Adam)"))
+        adapter = train.lora.r * facts.linear_width * MASTER_BYTES
+        parts.append(_part("trainer", "frozen weights", frozen, f"parameters × {FROZEN_BYTES} B"))
+        parts.append(
+            _part("trainer", "adapter", adapter, f"its parameters × {MASTER_BYTES} B (weight, gradient, Adam)")
+        )
     else:
-        size = facts.parameters * MASTER_BYTES / GIB
-        parts.append(Part("trainer", "weights, gradients, Adam", size, f"parameters × {MASTER_BYTES} B, fp32"))
+        whole = facts.parameters * MASTER_BYTES
+        parts.append(_part("trainer", "weights, gradients, Adam", whole, f"parameters × {MASTER_BYTES} B, fp32"))
         if dpo:
-            size = facts.parameters * FROZEN_BYTES / GIB
-            parts.append(Part("trainer", "reference model", size, f"parameters × {FROZEN_BYTES} B"))
-    tokens = train.per_device_batch * config.model.max_len * (2 if dpo else 1)
-    kept = tokens * facts.hidden * (4 * facts.layers + LAYER_BYTES) / GIB
-    logits = tokens * facts.vocab * 4 * 2 / GIB
-    rows = "per_device_batch × max_len" + (" × 2" if dpo else "")
+            parts.append(_part("trainer", "reference model", frozen, f"parameters × {FROZEN_BYTES} B"))
+    return [*parts, *_batch(config, facts, rows=2 if dpo else 1)]
+
+
+def _batch(config: RunConfig, facts: ModelFacts, *, rows: int) -> list[Part]:
+    """Give what a batch of full-length rows takes; a DPO row is two (chosen, rejected)."""
+    tokens = config.train.per_device_batch * config.model.max_len * rows
+    how = "per_device_batch × max_len" + (" × 2" if rows == 2 else "")
+    kept = tokens * facts.hidden * (4 * facts.layers + LAYER_BYTES)
+    formula = f"{how} × hidden × (4 B × layers + {LAYER_BYTES} B), recomputed by layer"
     return [
-        *parts,
-        Part("trainer", "activations", kept, f"{rows} × hidden × (4 B × layers + {LAYER_BYTES} B), recomputed layer by layer"),
-        Part("trainer", "logits", logits, f"{rows} × vocabulary × 8 B (fp32 and their gradient)"),
+        _part("trainer", "activations", kept, formula),
+        _part("trainer", "logits", tokens * facts.vocab * 8, f"{how} × vocabulary × 8 B (fp32 and their gradient)"),
     ]
+
+
+def _part(job: str, name: str, size: float, formula: str) -> Part:
+    return Part(job, name, size / GIB, formula)
 
 
 def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Memory) -> list[str]:
@@ -206,33 +221,36 @@ def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Me
         )
     if machine.gpus and engine.tensor_parallel > len(machine.gpus):
         problems.append(
-            f"engine.tensor_parallel: {engine.tensor_parallel} GPUs are asked for and this machine shows {len(machine.gpus)}; lower it."
+            f"engine.tensor_parallel: {engine.tensor_parallel} GPUs are asked for "
+            f"and this machine shows {len(machine.gpus)}; lower it."
         )
-    one = _sequence_gib(config, facts)
+    one = _sequence_bytes(config, facts) / GIB
     if engine.kind is EngineKind.VLLM and not machine.gpus and one > engine.cpu_kv_cache_gib:
         problems.append(
-            f"engine.cpu_kv_cache_gib: {engine.cpu_kv_cache_gib} GiB hold no sequence of model.max_len, which takes {one:.1f}; "
-            f"set {math.ceil(one)} or more."
+            f"engine.cpu_kv_cache_gib: {engine.cpu_kv_cache_gib} GiB hold no sequence of model.max_len, "
+            f"which takes {one:.1f}; set {math.ceil(one)} or more."
         )
     return problems + _too_large(config, machine, needed)
 
 
 def _too_large(config: RunConfig, machine: Machine, needed: Memory) -> list[str]:
     """Say which job doesn't fit where it would run."""
-    where = "a GPU of" if machine.gpus else "free RAM of"
-    whole = min(machine.gpus) if machine.gpus else machine.ram
+    whole = usable = min(machine.gpus) if machine.gpus else machine.ram
+    there, lever = f"there is free RAM of {whole:.1f} GiB", "lower engine.cpu_kv_cache_gib"
+    if machine.gpus:
+        usable = whole * config.engine.gpu_memory
+        there, lever = f"there is a GPU of {whole:.1f} GiB", "raise engine.tensor_parallel or engine.gpu_memory"
     problems = []
-    limit = whole * config.engine.gpu_memory if machine.gpus else whole
-    if needed.engine > limit:
+    if needed.engine > usable:
+        share = f", {usable:.1f} of it by engine.gpu_memory" if machine.gpus else ""
         problems.append(
-            f"engine: it needs about {needed.engine:.1f} GiB and there is {where} {whole:.1f} GiB"
-            f"{f', {limit:.1f} of it by engine.gpu_memory' if machine.gpus else ''}; choose a smaller model, lower model.max_len or "
-            f"{'raise engine.tensor_parallel' if machine.gpus else 'lower engine.cpu_kv_cache_gib'}."
+            f"engine: it needs about {needed.engine:.1f} GiB and {there}{share}; "
+            f"choose a smaller model, lower model.max_len or {lever}."
         )
     if needed.trainer > whole:
         adapter = "" if config.train.lora else ", or train an adapter (`train.lora`)"
         problems.append(
-            f"train: it needs about {needed.trainer:.1f} GiB and there is {where} {whole:.1f} GiB; "
+            f"train: it needs about {needed.trainer:.1f} GiB and {there}; "
             f"lower train.per_device_batch or model.max_len{adapter}."
         )
     return problems

@@ -70,11 +70,14 @@ def _model(config: RunConfig) -> Found:
     elif revision is None:
         yield (
             "model.revision model.base",
-            f"the hub id `{base}` (no folder of that name is here) needs the commit it stands at; set the 40 hex digits "
-            "that the hub shows under Files, History",
+            f"the hub id `{base}` (no folder of that name is here) needs a commit, so that it stays the same; "
+            "set the 40 hex digits that the hub shows under Files, History",
         )
     elif not re.fullmatch(r"[0-9a-f]{40}", revision):
-        yield "model.revision", f"`{revision}` is no commit, and a branch or tag can move; give the 40 hex digits of a commit"
+        yield (
+            "model.revision",
+            f"`{revision}` is no commit, and a branch or tag can move; give the 40 hex digits of a commit",
+        )
 
 
 def is_hub_id(base: str) -> bool:
@@ -115,8 +118,8 @@ def _same_rows(left: Source, right: Source) -> bool:
 def _unreadable(path: str) -> str | None:
     """Say why no rows can come from a path, as far as its name tells."""
     if "://" in path:
-        problem = _bad_address(path)
-        return problem or (None if path.removeprefix("s3://").partition("/")[2] else f"`{path}` names a bucket and no object; add it")
+        named = path.removeprefix("s3://").partition("/")[2]
+        return _bad_address(path) or (None if named else f"`{path}` names a bucket and no object; add it")
     local = Path(path).expanduser()
     if local.is_dir():
         return f"{local.absolute()} is a folder; name one Parquet or JSONL file in it, one source a file"
@@ -134,13 +137,22 @@ def _bad_address(url: str) -> str | None:
 def _split(config: RunConfig) -> Found:
     split = config.split
     if split.dev + split.test >= 1:
-        yield "split.dev split.test", f"{split.dev:g} and split.test {split.test:g} leave no pair to train on; keep the sum below 1"
+        yield (
+            "split.dev split.test",
+            f"{split.dev:g} and split.test {split.test:g} leave no pair to train on; keep the sum below 1",
+        )
     if config.bootstrap is not None and split.bootstrap == 0:
         yield "split.bootstrap bootstrap", "a warm start needs pairs of its own; set how many, or set `bootstrap: null`"
     if config.bootstrap is None and split.bootstrap > 0:
-        yield "split.bootstrap bootstrap", f"sets {split.bootstrap} pairs apart for no warm start; set the section `bootstrap`, or 0"
+        yield (
+            "split.bootstrap bootstrap",
+            f"sets {split.bootstrap} pairs apart for no warm start; set the section `bootstrap`, or 0",
+        )
     if split.dev == 0 and (config.gate.on_worse == "stop" or config.gate.min_parse_rate > 0):
-        yield "split.dev gate", "the gate decides on dev pairs and there are none; raise it, or set gate.on_worse to continue"
+        yield (
+            "split.dev gate",
+            "the gate decides on dev pairs and there are none; raise it, or set gate.on_worse to continue",
+        )
 
 
 def _prompt(config: RunConfig) -> Found:
@@ -155,16 +167,25 @@ def _prompt(config: RunConfig) -> Found:
     system = prompt.system or ""
     for name in PLACEHOLDERS:
         if f"{{{name}}}" in system:
-            yield "prompt.system", f"has the placeholder {{{name}}}, which is filled in prompt.user alone; move it there"
+            yield (
+                "prompt.system",
+                f"has the placeholder {{{name}}}, which is filled in prompt.user alone; move it there",
+            )
     for index, shot in enumerate(prompt.few_shot):
         for name in (*PLACEHOLDERS, "rationale"):
             if not getattr(shot, name).strip():
                 yield f"prompt.few_shot.{index}.{name}", "is empty; write the example out"
         if any(verdict in shot.rationale for verdict in VERDICTS):
-            yield f"prompt.few_shot.{index}.rationale", "holds a verdict, which is added from the key `verdict`; take it out"
+            yield (
+                f"prompt.few_shot.{index}.rationale",
+                "holds a verdict, which is added from the key `verdict`; take it out",
+            )
     told = all(verdict in system + prompt.user for verdict in VERDICTS) or prompt.few_shot or config.bootstrap
     if not told and config.engine.kind is EngineKind.VLLM:
-        yield "prompt.user", "nothing tells the judge to end with [[A]] or [[B]]; say it, or give prompt.few_shot or a bootstrap"
+        yield (
+            "prompt.user",
+            "nothing tells the judge to end with [[A]] or [[B]]; say it, or give prompt.few_shot or a bootstrap",
+        )
 
 
 def _engine(config: RunConfig) -> Found:
@@ -181,7 +202,8 @@ def _sampling(config: RunConfig) -> Found:
     if sample.max_tokens >= config.model.max_len:
         yield (
             "sample.max_tokens model.max_len",
-            f"{sample.max_tokens} leaves no room for the prompt within model.max_len {config.model.max_len}; lower it, or raise that",
+            f"{sample.max_tokens} leaves no room for the prompt within model.max_len {config.model.max_len}; "
+            "lower it, or raise that",
         )
     if sample.n > 1 and sample.temperature == 0:
         yield "sample.temperature sample.n", f"0 draws the same text {sample.n} times; raise it, or set sample.n to 1"
@@ -201,11 +223,13 @@ def _selection(config: RunConfig) -> Found:
         )
     if select.max_right == 0:
         yield "select.max_right", "0 keeps only pairs without a right answer, which yield no row; raise it"
-    if config.method is Method.STAR_DPO:
-        if config.sample.n < 2:
-            yield "sample.n method", f"{config.sample.n} can't give a pair a right and a wrong rationale, and star-dpo needs both; set 2 or more"
-        if select.min_right == 1:
-            yield "select.min_right method", "1 keeps only pairs without a wrong answer, which star-dpo needs; lower it"
+    if config.method is not Method.STAR_DPO:
+        return
+    if config.sample.n < 2:
+        text = f"{config.sample.n} can't give a pair a right and a wrong rationale, star-dpo needs both; set 2 or more"
+        yield "sample.n method", text
+    if select.min_right == 1:
+        yield "select.min_right method", "1 keeps only pairs without a wrong rationale, star-dpo needs one; lower it"
 
 
 def _training(config: RunConfig) -> Found:
@@ -220,9 +244,15 @@ def _training(config: RunConfig) -> Found:
         rates.append(("bootstrap.learning_rate", config.bootstrap.learning_rate))
     for key, rate in rates:
         if train.lora and rate < LORA_MIN_LEARNING_RATE:
-            yield f"{key} train.lora", f"{rate:g} hardly moves a LoRA adapter; set 1e-5 or more (1e-4 is usual), or `train.lora: null`"
+            yield (
+                f"{key} train.lora",
+                f"{rate:g} hardly moves a LoRA adapter; set 1e-5 or more (1e-4 is usual), or `train.lora: null`",
+            )
     if train.reference == "previous" and config.method is not Method.STAR_DPO:
-        yield "train.reference method", f"`previous` means nothing to {config.method}, which has no reference model; set base"
+        yield (
+            "train.reference method",
+            f"`previous` means nothing to {config.method}, which has no reference model; set base",
+        )
 
 
 def _evaluation(config: RunConfig) -> Found:
@@ -230,4 +260,5 @@ def _evaluation(config: RunConfig) -> Found:
     for key in ("votes", "dev_votes"):
         votes = getattr(evaluate, key)
         if evaluate.temperature == 0 and votes > 1:
-            yield f"evaluate.{key} evaluate.temperature", f"{votes} votes at temperature 0 are one vote; set 1, or raise the temperature"
+            text = f"{votes} votes at temperature 0 are one vote; set 1, or raise the temperature"
+            yield f"evaluate.{key} evaluate.temperature", text

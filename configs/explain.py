@@ -78,7 +78,9 @@ def _needed(key: Key) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | list | dict) else str(value).lower() if value is not None else "nothing"
+    if value is None:
+        return "nothing"
+    text = repr(value) if isinstance(value, str | list | dict) else str(value).lower()
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 

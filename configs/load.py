@@ -6,21 +6,23 @@ import difflib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from configs.check import check, conflicts, is_hub_id
-from configs.explain import default_at, explain
+from configs.explain import explain
+from configs.overrides import apply_override, put
 from configs.run import RunConfig
-from configs.syntax import Document, Key, Origin, Required, dotted, parse, write
+from configs.syntax import FILE, PRESET, Document, Key, Required, dotted, parse, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["ConfigError", "check", "load_config", "presets", "show"]
 
 PRESETS = Path(__file__).parent / "presets"
-PRESET, FILE, OVERRIDE = 0, 1, 2  # layers: the greater wins
 
 # Stand for missing values, so that the rest can still be checked; nothing said about them is shown.
 _STANDINS: dict[Key, Any] = {
@@ -62,7 +64,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     document = _read(source)
     for override in overrides:
-        _override(document, override)
+        apply_override(document, override)
     config = _validate(document)
     if config is None or document.problems:
         raise ConfigError(document.problems)
@@ -99,13 +101,17 @@ def _read_file(path: Path, layer: int) -> Document:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError([f"{path}: there is no file at {path.absolute()}; presets are {', '.join(presets())}."]) from None
+        raise ConfigError(
+            [f"{path}: there is no file at {path.absolute()}; presets are {', '.join(presets())}."]
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: can't be read as UTF-8 text ({error}); give a YAML file."]) from None
     document = parse(text, name=path.name if layer == PRESET else str(path), layer=layer)
     if not isinstance(document.values, dict):
         held = "is empty" if document.values is None else "holds no keys"
-        raise ConfigError(document.problems or [f"{path}: {held}; write `key: value` lines, or start from `preset: star-dpo`."])
+        raise ConfigError(
+            document.problems or [f"{path}: {held}; write `key: value` lines, or start from `preset: star-dpo`."]
+        )
     return document
 
 
@@ -119,78 +125,13 @@ def _over(base: Document, top: Document) -> Document:
                 lay(under[name], value, inner)
             else:
                 under[name] = value
-                _forget(base, inner)
+                base.forget(inner)
                 base.origins |= {place: origin for place, origin in top.origins.items() if place[: len(inner)] == inner}
 
     lay(base.values, top.values, ())
     base.problems += top.problems
     base.origins[()] = top.origin(())
     return base
-
-
-def _forget(document: Document, key: Key) -> None:
-    document.origins = {place: origin for place, origin in document.origins.items() if place[: len(key)] != key}
-
-
-# ---- overrides -------------------------------------------------------------------------------------------------------
-
-
-def _override(document: Document, text: str) -> None:
-    """Set one key from `a.b=value`; the value is YAML, the index of a list counts from 0, its length appends."""
-    name, equals, written = text.partition("=")
-    parts = name.strip().split(".")
-    if not equals or not all(parts):
-        document.problems.append(f"--set {text}: is no `KEY=VALUE`; write it like `train.learning_rate=1e-5`.")
-        return
-    value = parse(written, name=f"--set {text}", layer=OVERRIDE)
-    if value.problems:
-        document.problems.append(f"--set {text}: the value can't be read as YAML; put it in quotes within the quotes.")
-        return
-    try:
-        key = _place(document.values, parts, value.values)
-    except LookupError as error:
-        document.problems.append(f"--set {text}: {error.args[0]}.")
-        return
-    _forget(document, key)
-    document.origins[key] = Origin(f"--set {text}", layer=OVERRIDE)
-
-
-def _place(container: Any, parts: Sequence[str], value: Any) -> Key:
-    """Put a value below a container; make what is not there yet. Raises LookupError with the reason."""
-    key: Key = ()
-    for part, following in zip(parts, [*parts[1:], None], strict=True):
-        index = _index(container, part, key)
-        key = (*key, index)
-        if following is None:
-            _put(container, index, value)
-            return key
-        inner = container[index] if index in _indices(container) else default_at(key)
-        if not isinstance(inner, dict | list):
-            if isinstance(inner, str | int | float):
-                raise LookupError(f"{dotted(key)} is a single value and has no `{following}`")
-            inner = [] if following.isdigit() else {}
-        _put(container, index, inner)
-        container = inner
-    return key
-
-
-def _indices(container: dict[str, Any] | list[Any]) -> Any:
-    return container if isinstance(container, dict) else range(len(container))
-
-
-def _index(container: dict[str, Any] | list[Any], part: str, key: Key) -> str | int:
-    if isinstance(container, dict):
-        return part
-    if part.isdecimal() and int(part) <= len(container):
-        return int(part)
-    raise LookupError(f"{dotted(key)} is a list of {len(container)}; give an index from 0, {len(container)} to append")
-
-
-def _put(container: Any, index: str | int, value: Any) -> None:
-    if isinstance(container, list) and index == len(container):
-        container.append(value)
-    else:
-        container[index] = value
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
@@ -202,7 +143,10 @@ def _validate(document: Document) -> RunConfig | None:
     for key, leaf in list(_leaves(document.values, ())):
         if isinstance(leaf, Required):
             wrong[key] = f"must be set: {leaf.description}; add `--set {dotted(key)}=…`"
-            _put(_at(document.values, key[:-1]), key[-1], ".")
+            put(_at(document.values, key[:-1]), key[-1], ".")
+        elif isinstance(leaf, str) and not _is_text(leaf):
+            wrong[key] = "holds half a surrogate pair, which is no character; write the character itself"
+            put(_at(document.values, key[:-1]), key[-1], ".")
         elif isinstance(leaf, float) and not math.isfinite(leaf):
             wrong[key] = f"must be a finite number, not {leaf}"
     config, errors = _parse_model(document.values)
@@ -214,6 +158,14 @@ def _validate(document: Document) -> RunConfig | None:
     if config is not None:
         document.problems += _conflicts(document, config, list(wrong))
     return config
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stop(text: str) -> str:
@@ -265,7 +217,9 @@ def _conflicts(document: Document, config: RunConfig, wrong: list[Key]) -> list[
         shown.append(f"{conflict.keys[0]} ({document.origin(first)}): {conflict.text}.")
     base, revision = document.origin(("model", "base")), document.origin(("model", "revision"))
     if config.model.revision and base.layer > revision.layer and is_hub_id(config.model.base):
-        shown.append(f"model.revision ({revision}): belongs to another model than `{config.model.base}` ({base}); set it too.")
+        shown.append(
+            f"model.revision ({revision}): belongs to another model than `{config.model.base}` ({base}); set it too."
+        )
     return shown
 
 

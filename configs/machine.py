@@ -24,13 +24,19 @@ def find_machine() -> Machine:
     import psutil
 
     free = psutil.virtual_memory().available
+    limit = _group_free()
+    return Machine((free if limit is None else min(free, limit)) / GIB, _gpus())
+
+
+def _group_free() -> int | None:
+    """Give what a container's own limit leaves, which psutil doesn't see; files in the page cache can be dropped."""
     group = Path("/sys/fs/cgroup")
-    try:  # a container's own limit, which psutil doesn't see
+    try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, max(limit - used, 0))
-    except (OSError, ValueError):  # no such file, or "max"
-        pass
-    return Machine(free / GIB, _gpus())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such file, or no limit: "max"
+        return None
+    return max(limit - used + int(stat.get("inactive_file", 0)), 0)
 
 
 def _gpus() -> tuple[float, ...]:

@@ -164,7 +164,9 @@ class Method(StrEnum):
 class SelectConfig(Section):
     """Choose among the judgments."""
 
-    keep_per_pair: int | None = Field(1, ge=1, description="right rationales kept a pair and order (SFT); null keeps all")
+    keep_per_pair: int | None = Field(
+        1, ge=1, description="right rationales kept a pair and order (SFT); null keeps all"
+    )
     min_right: float = Field(0.0, ge=0, le=1, description="least share of right samples of a pair and order")
     max_right: float = Field(1.0, ge=0, le=1, description="greatest share of right samples of a pair and order")
     balance: bool = Field(False, description="cut the kept rows to as many verdicts A as B")

@@ -1,4 +1,4 @@
-"""Read and write YAML as a person means it: YAML 1.2 scalars, no duplicate keys, the place of every value remembered."""
+"""Read and write YAML as a person means it: YAML 1.2 scalars, no duplicate keys, the place of every value kept."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ SCALARS = {
     "tag:yaml.org,2002:merge": (re.compile(r"<<"), ["<"]),
 }
 
+PRESET, FILE, OVERRIDE = 0, 1, 2  # layers: the greater wins
+
 
 @dataclass(frozen=True)
 class Required:
@@ -37,7 +39,7 @@ class Origin:
 
     name: str  # a file, or the override as typed
     line: int | None = None  # 1-based
-    layer: int = 0  # what wins: greater over smaller (preset, file, override)
+    layer: int = PRESET
 
     @property
     def rank(self) -> tuple[int, str, int]:
@@ -60,19 +62,24 @@ class Document:
         """Say where a key, or else what it would stand in, was written."""
         return next(self.origins[key[:depth]] for depth in range(len(key), -1, -1) if key[:depth] in self.origins)
 
+    def forget(self, key: Key) -> None:
+        """Drop the places of a key and of what stood below it."""
+        self.origins = {place: origin for place, origin in self.origins.items() if place[: len(key)] != key}
+
+
+_REFUSED = object()  # stands for a value that is a problem already, and is left out
+
 
 class _Loader(yaml.SafeLoader):
     """Construct plain values only, by the 1.2 rules."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 class _Dumper(yaml.SafeDumper):
     """Quote whatever YAML 1.1 or 1.2 would take for something other than a string."""
 
-    yaml_implicit_resolvers = {first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}
 
-
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.yaml_implicit_resolvers = {sign: list(of) for sign, of in yaml.SafeDumper.yaml_implicit_resolvers.items()}
 for _class in (_Loader, _Dumper):
     for _tag, (_pattern, _first) in SCALARS.items():
         _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern.pattern})\Z"), _first)
@@ -87,14 +94,22 @@ def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     return float(re.sub(r"\.(inf|nan)\Z", r"\1", str(loader.construct_scalar(node)).lower()))
 
 
+def _construct_required(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Required:
+    return Required(str(loader.construct_scalar(node)))
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
-_Loader.add_constructor(REQUIRED, lambda loader, node: Required(str(loader.construct_scalar(node))))
+_Loader.add_constructor(REQUIRED, _construct_required)
 
 
 def _write_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    if any(sign in text for sign in "\x85\u2028\u2029\ufeff"):  # line ends to YAML 1.1
+        return dumper.represent_scalar(STRING, text, style='"')
     lines = text.split("\n")
-    block = len(lines) > 1 and lines[0] != "" and not any(line[:1] in " \t" or line[-1:] in " \t" for line in lines if line)
+    block = (
+        len(lines) > 1 and lines[0] != "" and not any(line[:1] in " \t" or line[-1:] in " \t" for line in lines if line)
+    )
     return dumper.represent_scalar(STRING, text, style="|" if block else None)
 
 
@@ -126,7 +141,9 @@ def parse(text: str, *, name: str, layer: int) -> Document:
 
 def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
     if not isinstance(error, yaml.MarkedYAMLError):
-        return f"{name}: this is no YAML text ({str(error).splitlines()[0]}); save it as UTF-8 without control characters."
+        return (
+            f"{name}: this is no YAML text ({str(error).splitlines()[0]}); save it as UTF-8 without control characters."
+        )
     mark = error.problem_mark or error.context_mark
     where = name if mark is None else f"{name}:{mark.line + 1}, column {mark.column + 1}"
     context = f" {error.context}" if error.context else ""
@@ -149,8 +166,7 @@ class _Reader:
         line = node.start_mark.line + 1 if key else None
         self._document.origins.setdefault(key, Origin(self._name, line, self._layer))
         if id(node) in self._open:
-            self._refuse(node, key, "an alias points to what contains it; write the value out")
-            return None
+            return self._refuse(node, key, "an alias points to what contains it; write the value out")
         self._open.add(id(node))
         try:
             return self._value(node, key)
@@ -161,14 +177,14 @@ class _Reader:
         if isinstance(node, yaml.MappingNode) and node.tag == MAP:
             return self._mapping(node, key)
         if isinstance(node, yaml.SequenceNode) and node.tag == SEQUENCE:
-            return [self.read(item, (*key, index)) for index, item in enumerate(node.value)]
+            read = [self.read(item, (*key, index)) for index, item in enumerate(node.value)]
+            return [value for value in read if value is not _REFUSED]
         try:
             value = self._loader.construct_object(node, deep=True) if isinstance(node, yaml.ScalarNode) else node
         except (yaml.YAMLError, ValueError):
             value = node
         if not isinstance(value, bool | int | float | str | Required | None):
-            self._refuse(node, key, f"the tag {node.tag} is not known here; write a plain value")
-            return None
+            return self._refuse(node, key, f"the tag {node.tag} is not known here; write a plain value")
         return value
 
     def _mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Any]:
@@ -178,12 +194,16 @@ class _Reader:
             self._loader.flatten_mapping(node)
         values: dict[str, Any] = {}
         for name_node, value_node in node.value:
-            name = self._loader.construct_object(name_node, deep=True) if isinstance(name_node, yaml.ScalarNode) else None
+            name = (
+                self._loader.construct_object(name_node, deep=True) if isinstance(name_node, yaml.ScalarNode) else None
+            )
             if not isinstance(name, str):
                 self._refuse(name_node, key, "a key here is no word; write it in quotes if it is meant as one")
                 continue
             self._document.origins[(*key, name)] = Origin(self._name, name_node.start_mark.line + 1, self._layer)
-            values[name] = self.read(value_node, (*key, name))
+            value = self.read(value_node, (*key, name))
+            if value is not _REFUSED:
+                values[name] = value
         return values
 
     def _refuse_duplicates(self, node: yaml.MappingNode, key: Key) -> None:
@@ -196,9 +216,10 @@ class _Reader:
                 self._refuse(name_node, (*key, name), f"this key is in line {first[name]} already; keep one of the two")
             first.setdefault(name, name_node.start_mark.line + 1)
 
-    def _refuse(self, node: yaml.Node, key: Key, what: str) -> None:
+    def _refuse(self, node: yaml.Node, key: Key, what: str) -> object:
         place = f"{self._name}:{node.start_mark.line + 1}"
         self._document.problems.append(f"{dotted(key)} ({place}): {what}.")
+        return _REFUSED
 
 
 def dotted(key: Key) -> str:

@@ -92,7 +92,8 @@ def _fine(metric: str, found: Difference | None, limit: float) -> str:
 
 
 def _say(metric: str, found: Difference, limit: float) -> str:
+    value, low, high = (f"{100 * number:+.1f}" for number in (found.value, found.low, found.high))
     return (
-        f"{metric.replace('_', ' ')} {100 * found.value:+.1f} points ({100 * found.low:+.1f} to {100 * found.high:+.1f}) "
-        f"on {found.n} dev pairs of {found.clusters} groups, one-sided p {found.p_worse:.2g}, limit {limit:.2g}"
+        f"{metric.replace('_', ' ')} {value} points (95 % interval {low} to {high}) on {found.n} dev pairs of "
+        f"{found.clusters} groups, one-sided p {found.p_worse:.2g}, limit {limit:.2g}"
     )

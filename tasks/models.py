@@ -107,9 +107,11 @@ def _dequantize(file: Path, folder: Path) -> None:
     except metadata.PackageNotFoundError as error:
         raise MissingDependencyError("reading GGUF weights needs gguf: `pip install 'starwheel[demo]'`") from error
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)

@@ -45,7 +45,7 @@ def select(judgments: pa.Table, config: SelectConfig, *, seed: int) -> tuple[pa.
     if config.keep_per_pair is not None:
         rows = _keep(rows, config.keep_per_pair, seed)
     if config.balance:
-        rows = _balance(rows, draw.lots(rows, seed, purpose="balance"), pl.col("verdict"))
+        rows = _balance(rows, JUDGMENT_ID, seed)
     return _parted(rows)
 
 
@@ -65,8 +65,7 @@ def select_sides(
     chosen, rejected = (_OPEN & _RIGHT).any().over(BY_ORDER), (_OPEN & ~_RIGHT).any().over(BY_ORDER)
     rows = _set(rows, pl.when(~chosen).then(pl.lit(Reason.NO_RIGHT)).when(~rejected).then(pl.lit(Reason.NO_WRONG)))
     if config.balance:
-        favoured = pl.col("verdict").filter(_RIGHT).first().over(BY_ORDER)
-        rows = _balance(rows.with_columns(favoured.alias("favoured")), _prompt_lots(rows, seed), pl.col("favoured"))
+        rows = _balance(rows, BY_ORDER, seed)
     return _parted(rows)
 
 
@@ -90,8 +89,30 @@ def _band(config: SelectConfig) -> pl.Expr:
 
 
 def _keep(rows: pl.DataFrame, most: int, seed: int) -> pl.DataFrame:
-    rows = rows.with_row_index("row")
+    """Keep `most` rows a pair, checkpoint and order, drawn by lot."""
     left = rows.filter(_OPEN)
     left = left.with_columns(draw.lots(left, seed, purpose="keep")).sort("lot", *JUDGMENT_ID)
     spare = left.filter(pl.int_range(pl.len()).over(BY_ORDER) >= most)
-    return _drop(rows, spare["row"], Reason.ENOUGH)
+    return _drop(rows, spare, JUDGMENT_ID, Reason.ENOUGH)
+
+
+def _balance(rows: pl.DataFrame, unit: tuple[str, ...], seed: int) -> pl.DataFrame:
+    """Drop units (rows, or all rows of a pair and order) of the commoner right verdict by lot, to exactly as many."""
+    left = rows.filter(_OPEN & _RIGHT).unique(unit, keep="any")
+    lots = (
+        draw.lots(left, seed, purpose="balance")
+        if unit == JUDGMENT_ID
+        else draw.group_lots(left, seed, purpose="balance")
+    )
+    left = left.with_columns(lots).sort("lot", *unit)
+    rarer = min(left.filter(pl.col("verdict") == letter).height for letter in "AB")
+    return _drop(rows, left.filter(pl.int_range(pl.len()).over("verdict") >= rarer), unit, Reason.BALANCE)
+
+
+def _drop(rows: pl.DataFrame, spare: pl.DataFrame, unit: tuple[str, ...], reason: Reason) -> pl.DataFrame:
+    marks = spare.select(*unit, pl.lit(reason.value).alias("mark"))
+    return _set(rows.join(marks, on=unit, how="left", maintain_order="left"), pl.col("mark")).drop("mark")
+
+
+def _parted(rows: pl.DataFrame) -> tuple[pa.Table, pa.Table]:
+    return frames.table(rows.filter(_OPEN), "selected"), frames.table(rows.filter(~_OPEN), "dropped")

@@ -63,9 +63,8 @@ def split(reading: Reading, config: SplitConfig, *, parts: int, seed: int, limit
         reading = drop_too_long(reading, limits.lengths, limits.budget)
     held_out = _held_out(reading.pairs, config)
     reading, held_out = _drop_contaminated(reading, held_out, limits.suites)
-    training = _rank(reading.pairs, held_out, salt=config.salt, seed=seed)
-    ready = None if limits.bootstrap_ids is None else pl.Series(limits.bootstrap_ids.to_pylist(), dtype=pl.String)
-    names = _fill_bootstrap(training, config.bootstrap, ready)
+    training = _rank(reading.pairs, held_out, salt=config.salt, seed=seed, ready=limits.bootstrap_ids)
+    names = _fill_bootstrap(training, config.bootstrap)
     rest = training.filter(~pl.col("group").is_in(list(names)))
     names |= _fill_parts(rest, parts)
     where = pl.DataFrame(reading.pairs.select(["group"])).select(
@@ -93,9 +92,9 @@ def drop_too_long(reading: Reading, lengths: pa.Array, budget: int) -> Reading:
 def suite_overlap(pairs: pa.Table, suite_pairs: pa.Table) -> pa.Array:
     """Mark the pairs whose group holds a prompt, or is a group, of the suites (swapped twins share the prompt)."""
     frame = pl.DataFrame({"group": _column(pairs, "group"), "prompt": pl.Series(prompt_keys(pairs))})
-    asked = pl.concat([_column(suite_pairs, "group"), pl.Series(prompt_keys(suite_pairs))]).unique()
-    hit = pl.col("group").is_in(asked.implode()) | pl.col("prompt").is_in(asked.implode())
-    return pa.array(frame.select(hit.any().over("group")).to_series().to_list(), pa.bool_())
+    asked = pl.concat([_column(suite_pairs, "group"), pl.Series(prompt_keys(suite_pairs))]).unique().implode()
+    hit = frame.filter(pl.col("group").is_in(asked) | pl.col("prompt").is_in(asked))["group"]
+    return pa.array(frame["group"].is_in(hit.implode()).to_list(), pa.bool_())
 
 
 def shuffle_gold(pairs: pa.Table, splits: pa.Table, seed: int) -> pa.Table:
@@ -163,30 +162,28 @@ def _drop_contaminated(reading: Reading, held_out: pl.Series, suites: pa.Table |
     return reading.drop(reason, detail), held_out.filter(reason.is_null())
 
 
-def _rank(pairs: pa.Table, held_out: pl.Series, *, salt: str, seed: int) -> pl.DataFrame:
-    """Give the training groups in the order of their hash: group, ids of its pairs, rank."""
+def _rank(pairs: pa.Table, held_out: pl.Series, *, salt: str, seed: int, ready: pa.Array | None) -> pl.DataFrame:
+    """Give the training groups in the order of their hash: group, size, ready (all its pairs are), rank."""
     frame = pl.DataFrame(pairs.select(["pair_id", "group"])).filter(held_out.is_null())
-    groups = frame.group_by("group", maintain_order=True).agg(ids="pair_id")
+    ids = frame["pair_id"] if ready is None else pl.Series(ready.to_pylist(), dtype=pl.String)
+    frame = frame.with_columns(ready=pl.col("pair_id").is_in(ids.implode()))
+    groups = frame.group_by("group", maintain_order=True).agg(size=pl.len(), ready=pl.col("ready").all())
     return groups.with_columns(rank=_hashes("rank", str(seed), salt, values=groups["group"])).sort("rank")
 
 
-def _fill_bootstrap(groups: pl.DataFrame, wanted: int, ready: pl.Series | None) -> dict[str, str]:
+def _fill_bootstrap(groups: pl.DataFrame, wanted: int) -> dict[str, str]:
     """Take groups in order while they fit."""
-    if not wanted:
-        return {}
-    if ready is not None:
-        groups = groups.filter(pl.col("ids").list.eval(pl.element().is_in(ready.implode())).list.all())
-    sizes = groups.select("group", pl.col("ids").list.len())
+    usable = groups.filter("ready").select("group", "size")
     taken: dict[str, str] = {}
     room = wanted
-    for group, size in sizes.iter_rows():
+    for group, size in usable.iter_rows():
         if size <= room:
             taken[group] = Split.BOOTSTRAP.value
             room -= size
-    if not taken or sizes["ids"].sum() < wanted:
+    if wanted and (not taken or usable["size"].sum() < wanted):
         raise DataError(
-            f"split.bootstrap asks for {wanted} pairs, but {sizes['ids'].sum()} in {sizes.height} groups can be used: "
-            "lower it or give more pairs."
+            f"split.bootstrap asks for {wanted} pairs, but {usable['size'].sum()} in {usable.height} groups can be used "
+            "for the warm start: lower it or give more pairs."
         )
     return taken
 
@@ -200,9 +197,7 @@ def _fill_parts(groups: pl.DataFrame, parts: int) -> dict[str, str]:
         )
     filled = [(0, number) for number in range(1, parts + 1)]
     taken: dict[str, str] = {}
-    largest_first = groups.select("group", "rank", size=pl.col("ids").list.len()).sort(
-        "size", "rank", descending=[True, False]
-    )
+    largest_first = groups.sort("size", "rank", descending=[True, False])
     for group, size in largest_first.select("group", "size").iter_rows():
         pairs, number = filled[0]
         taken[group] = part(number)

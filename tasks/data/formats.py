@@ -8,8 +8,8 @@ Layouts, told apart by the columns and named in `Reading.layout`:
   neither).
 
 A prompt is a text or a list of {role, content}; so is a response, whose last message is what is judged. Optional:
-`group` (pairs of one group are never parted), `source`, `subset`; `id` and columns that begin with `rationale` are
-carried along. Other columns are left alone. Blank lines of a JSONL file are no rows.
+`group` (pairs of one group are never parted), `source`, `subset`; `id` and, beside a label, columns that begin with
+`rationale` are carried along. Other columns are left alone. Blank lines of a JSONL file are no rows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_pairs(origin: Path | str | pa.Table, *, name: str) -> Reading:
         raise DataError(f"{where} has no rows: give at least one pair.")
     found = columns if columns is not None else _keys(head)
     layout = _detect(found, [record for _, record in head if not isinstance(record, BadRow)], where)
-    carried = [column for column in found if column == "id" or column.startswith("rationale")]
+    carried = [column for column in found if column == "id" or _argues(column, layout)]
     entries: list[tuple[int, Entry]] = []
     bad: list[tuple[int, BadRow]] = []
     for place, record in chain(head, rows):
@@ -187,6 +187,11 @@ def _head(rows: Iterator[Row]) -> list[Row]:
         if objects == HEAD or (not objects and len(head) == PATIENCE):
             break
     return head
+
+
+def _argues(column: str, layout: Layout) -> bool:
+    """Find rationales, but not beside chosen and rejected: their letters can't mean the order that we choose."""
+    return layout is Layout.LABELLED and column.startswith("rationale") and column.isidentifier()
 
 
 def _keys(head: Sequence[Row]) -> list[str]:

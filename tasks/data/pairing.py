@@ -173,7 +173,7 @@ def _conversation(record: Mapping[str, object], first: str, second: str) -> tupl
 
 def _reconcile(given: Messages | None, shared: Messages) -> Messages:
     """Of the prompt column and the messages that both responses begin with, choose the one that holds the other."""
-    if not given or not shared:
+    if not given or not shared or given == shared:
         return given or shared
     bare_given, bare_shared = ([(role, text.strip()) for role, text in turns] for turns in (given, shared))
     if _within(bare_given, bare_shared):
@@ -239,7 +239,7 @@ def _turns(value: object, name: str, role: str) -> Messages:
 def _message(item: object, name: str) -> tuple[str, str]:
     if not isinstance(item, dict):
         raise BadRow(Reason.BAD_TYPE, f"{name} is {_kind(item)}; an object with role and content is wanted")
-    role, content = (_text(item.get(key), f"{name}.{key}") for key in ("role", "content"))
+    role, content = _text(item.get("role"), name + ".role"), _text(item.get("content"), name + ".content")
     if role not in ROLES:
         raise BadRow(Reason.BAD_TYPE, f"{name}.role is {ascii(role)[:60]}; {', '.join(sorted(ROLES))} are known")
     return role, content

@@ -1,9 +1,10 @@
 """Write preference pairs whose label is true by construction: the data of `make demo`.
 
-A category is one rule about the surface or the meaning of a short answer ("end with a question mark", "mention an animal"). Both
-answers of a pair are drawn from the same sentences about the same topic; only the text that the rule is about differs, so length
-and position tell nothing. Where a rule is about a mark, the wrong answer often carries another mark, so "the unusual answer wins"
-is no strategy either. Row i of a seed depends on the seed, the categories and i alone: ranges of rows can be generated apart.
+A category is one rule about the surface or the meaning of a short answer ("end with a question mark", "mention an
+animal"). Both answers of a pair are drawn from the same sentences about the same topic; only the text that the rule is
+about differs, so length and position tell nothing. Where a rule is about a mark, the wrong answer often carries another
+mark, so "the unusual answer wins" is no strategy either. Row i of a seed depends on the seed, the categories and i
+alone: ranges of rows can be generated apart.
 """
 
 import math
@@ -22,22 +23,35 @@ SCHEMA = pa.schema(
 )
 
 _ADJECTIVES = (
-    "red blue green small tall old new dark bright quiet loud cold warm heavy light round flat broken clean dusty "
-    "empty plain rusty shiny soft"
-).split()
+    "red", "blue", "green", "small", "tall", "old", "new", "dark", "bright", "quiet", "loud", "cold", "warm",
+    "heavy", "light", "round", "flat", "broken", "clean", "dusty", "empty", "plain", "rusty", "shiny", "soft",
+)  # fmt: skip
 _NOUNS = (
-    "boat house lamp chair bridge clock garden market tower train window basket bottle candle carpet mirror engine "
-    "hammer ladder pillow kettle wagon statue fence bench cabin tunnel wallet bell desk drum flag coat rope gate"
-).split()
-_VERBS = "stands waits rests stays sits lies".split()
+    "boat", "house", "lamp", "chair", "bridge", "clock", "garden", "market", "tower", "train", "window",
+    "basket", "bottle", "candle", "carpet", "mirror", "engine", "hammer", "ladder", "pillow", "kettle",
+    "wagon", "statue", "fence", "bench", "cabin", "tunnel", "wallet", "bell", "desk", "drum", "flag", "coat",
+    "rope", "gate",
+)  # fmt: skip
+_VERBS = (
+    "stands", "waits", "rests", "stays", "sits", "lies",
+)  # fmt: skip
 _PLACES = (
-    "by the river|near the door|in the valley|on the hill|at the corner|under the stars|behind the wall|along the road|"
-    "in the rain|past the mill"
-).split("|")
-_WORDS = "silver winter music paper coffee summer money stone sugar cotton butter thunder".split()
-_ANIMALS = "dog cat horse sheep tiger rabbit mouse goat lion wolf".split()
-_FRUITS = "apple pear mango grape peach lemon plum cherry banana melon".split()
-_TOOLS = "saw axe shovel drill spade rake pliers knife wrench chisel".split()
+    "by the river", "near the door", "in the valley", "on the hill", "at the corner", "under the stars",
+    "behind the wall", "along the road", "in the rain", "past the mill",
+)  # fmt: skip
+_WORDS = (
+    "silver", "winter", "music", "paper", "coffee", "summer", "money", "stone", "sugar", "cotton", "butter",
+    "thunder",
+)  # fmt: skip
+_ANIMALS = (
+    "dog", "cat", "horse", "sheep", "tiger", "rabbit", "mouse", "goat", "lion", "wolf",
+)  # fmt: skip
+_FRUITS = (
+    "apple", "pear", "mango", "grape", "peach", "lemon", "plum", "cherry", "banana", "melon",
+)  # fmt: skip
+_TOOLS = (
+    "saw", "axe", "shovel", "drill", "spade", "rake", "pliers", "knife", "wrench", "chisel",
+)  # fmt: skip
 
 
 class _Draft(NamedTuple):
@@ -160,16 +174,18 @@ def _row(index: int, category: str, label: str, seed: int) -> dict[str, str]:
 def generate(categories: Sequence[str], count: int, *, seed: int, start: int = 0) -> pa.Table:
     """Write rows `start` to `start + count` of a seed, the categories in turn, as a table of `SCHEMA`.
 
-    The labels of two neighbouring rows of a category differ, in a seeded order, so every category is balanced. Prompts are distinct
-    within `875 * len(categories)` rows, whichever calls they come from. `rationale` argues for the order shown, `rationale_swapped`
-    for the same pair with A and B exchanged; both end with their verdict.
+    The labels of two neighbouring rows of a category differ, in a seeded order, so every category is balanced. Prompts
+    are distinct within `875 * len(categories)` rows, whichever calls they come from. `rationale` argues for the order
+    shown, `rationale_swapped` for the same pair with A and B exchanged; both end with their verdict.
 
     Raises:
         ValueError: a category is unknown or given twice, none is given, or `count` or `start` is negative.
+
     """
     unknown = sorted(set(categories) - set(_RULES))
     if unknown or not categories or len(set(categories)) != len(categories):
-        raise ValueError(f"categories must be distinct names of {', '.join(_RULES)}; got {', '.join(categories) or 'none'}")
+        given = ", ".join(categories) or "none"
+        raise ValueError(f"categories must be distinct names of {', '.join(_RULES)}; got {given}")
     if count < 0 or start < 0:
         raise ValueError(f"count and start must not be negative; got {count} and {start}")
     rows = []

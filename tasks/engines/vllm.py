@@ -27,6 +27,7 @@ class VllmEngine:
             ) from error
         self.template = template
         self.capacity = config.max_num_seqs
+        self._max_len = max_len
         self._served = served
         self._adapter = (
             LoRARequest("judge", 1, str(served.adapter), base_model_name=str(served.base)) if served.adapter else None
@@ -59,18 +60,14 @@ class VllmEngine:
         """Queue a request; one that can never succeed comes back with its error."""
         from vllm.inputs import TokensPrompt
 
+        if request.sampling and len(request.ids) + request.sampling.max_tokens > self._max_len:
+            error = f"prompt of {len(request.ids)} tokens and {request.sampling.max_tokens} to write exceed {self._max_len}"
+            self._failed.append(Response(request.tag, error=error))
+            return
         self._count += 1
         name = str(self._count)
-        try:
-            self._engine.add_request(
-                name,
-                TokensPrompt(prompt_token_ids=list(request.ids)),
-                _params(request),
-                lora_request=self._lora(request.model),
-            )
-        except ValueError as error:
-            self._failed.append(Response(request.tag, error=str(error).splitlines()[0]))
-            return
+        prompt = TokensPrompt(prompt_token_ids=list(request.ids))
+        self._engine.add_request(name, prompt, _params(request), lora_request=self._lora(request.model))
         self._running[name] = request
 
     def _lora(self, model: str) -> Any:

@@ -1,0 +1,132 @@
+"""Match judgments for DPO: a right with a wrong one of the same pair, checkpoint and order."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import polars as pl
+
+from storage.schema import JUDGMENT_ID, SCHEMAS
+from tasks.judge import draw, frames
+from tasks.judge.votes import BY_ORDER
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from configs.run import PairsConfig
+
+VERSION = 1
+
+DPO_ID = tuple(name for name in SCHEMAS["dpo"].names if name not in ("prompt", "chosen", "rejected"))
+
+_ID = [*BY_ORDER, "sample", "hinted"]
+_SIDES = {"correct": "chosen", "wrong": "rejected", "unparsed": "unparsed", "both": "unparsed"}
+
+
+class Unused(StrEnum):
+    """Name why a selected judgment is in no DPO row, beside statuses that can be neither side."""
+
+    NO_RIGHT = "no_right"
+    NO_WRONG = "no_wrong"
+    UNPARSED_CAP = "unparsed_cap"  # pairs.unparsed_rejected_share was reached
+    ENOUGH = "enough_of_pair"  # pairs.max_per_pair rows do without it
+
+
+class Matched(NamedTuple):
+    """Hold the ids of the rows (DPO_ID) and the judgments in no row, counted by reason."""
+
+    rows: pl.DataFrame
+    unused: dict[str, int]
+
+
+def match(selected: pa.Table, config: PairsConfig, *, seed: int) -> Matched:
+    """Match up to `max_per_pair` rows a pair, checkpoint and order; see `tasks.pairs.dpo_rows`."""
+    sides = _sides(selected, seed)
+    limit = pl.lit(config.max_per_pair, pl.Int64)
+    rows = _combined(sides, "rejected", limit)
+    made = _per_prompt(rows, "made")
+    spare = _combined(sides.join(made, on=BY_ORDER, how="left"), "unparsed", limit - pl.col("made").fill_null(0))
+    most = _unparsed_limit(rows.height, spare.height, config.unparsed_rejected_share)
+    spare = spare.sort("lot", *DPO_ID)
+    rows = pl.concat([rows, spare.head(most)]).drop("lot").sort(DPO_ID)
+    return Matched(rows, _unused(sides, rows, spare[most:]))
+
+
+def _sides(selected: pa.Table, seed: int) -> pl.DataFrame:
+    """Give every judgment its side, its place by lot among those of its pair and order, and how many these are."""
+    rows = frames.frame(selected)
+    rows = rows.with_columns(
+        pl.col("status").replace_strict(_SIDES, default=None, return_dtype=pl.String).alias("side"),
+        draw.lots(rows, seed, purpose="pairs"),
+    )
+    return (
+        rows.sort("lot", *JUDGMENT_ID)
+        .with_columns(pl.int_range(pl.len(), dtype=pl.Int64).over(*BY_ORDER, "side").alias("place"))
+        .with_columns(*((pl.col("side") == side).sum().over(BY_ORDER).cast(pl.Int64).alias(side) for side in _COUNTED))
+    )
+
+
+_COUNTED = ("chosen", "rejected", "unparsed")
+
+
+def _combined(sides: pl.DataFrame, other: str, limit: pl.Expr) -> pl.DataFrame:
+    """Combine chosen with `other` up to `limit` a pair and order; the k-th row takes place k of both, then shifted."""
+    k, right, wrong = pl.col("k"), pl.col("chosen"), pl.col(other)
+    wanted = pl.min_horizontal(limit, right * wrong)
+    prompts_ = sides.unique(BY_ORDER, keep="any").filter(wanted > 0)
+    rows = prompts_.select(*BY_ORDER, right, wrong, pl.int_ranges(0, wanted).alias("k")).explode("k")
+    rows = rows.select(
+        *BY_ORDER, (k % right).alias("chosen_place"), ((k % right + k // right) % wrong).alias("rejected_place")
+    )
+    for name, side in (("chosen", "chosen"), ("rejected", other)):
+        found = sides.filter(pl.col("side") == side).select(
+            *BY_ORDER,
+            pl.col("place").alias(f"{name}_place"),
+            pl.col("sample").alias(f"{name}_sample"),
+            pl.col("hinted").alias(f"{name}_hinted"),
+            *([pl.col("lot")] if name == "rejected" else []),
+        )
+        rows = rows.join(found, on=[*BY_ORDER, f"{name}_place"], how="left")
+    return rows.select(*DPO_ID, "lot")
+
+
+def _per_prompt(rows: pl.DataFrame, name: str) -> pl.DataFrame:
+    return rows.group_by(BY_ORDER).agg(pl.len().cast(pl.Int64).alias(name))
+
+
+def _unparsed_limit(sure: int, spare: int, share: float) -> int:
+    """Give the greatest u with u <= share * (sure + u)."""
+    return spare if share >= 1 else min(spare, int(share * sure / (1 - share) + 1e-9))
+
+
+def _unused(sides: pl.DataFrame, rows: pl.DataFrame, cut: pl.DataFrame) -> dict[str, int]:
+    """Count the judgments that are in no row, by reason."""
+
+    def ids(made: pl.DataFrame, side: str) -> pl.DataFrame:
+        return made.select(
+            *BY_ORDER, pl.col(f"{side}_sample").alias("sample"), pl.col(f"{side}_hinted").alias("hinted")
+        )
+
+    used = pl.concat([ids(rows, "chosen"), ids(rows, "rejected")])
+    capped = pl.concat([ids(cut, "chosen"), ids(cut, "rejected")]).unique().with_columns(pl.lit(True).alias("capped"))
+    left = sides.join(used, on=_ID, how="anti").join(capped, on=_ID, how="left")
+    reasons = left.select(
+        pl.when(pl.col("side").is_null())
+        .then("status")
+        .when(pl.col("chosen") == 0)
+        .then(pl.lit(Unused.NO_RIGHT.value))
+        .when(pl.col("rejected") + pl.col("unparsed") == 0)
+        .then(pl.lit(Unused.NO_WRONG.value))
+        .when(pl.col("capped"))
+        .then(pl.lit(Unused.UNPARSED_CAP.value))
+        .otherwise(pl.lit(Unused.ENOUGH.value))
+        .alias("reason")
+    )
+    return count_reasons(reasons["reason"])
+
+
+def count_reasons(reasons: pl.Series) -> dict[str, int]:
+    """Count each reason, in the order of the words."""
+    counts = reasons.alias("reason").value_counts().sort("reason")
+    return {str(reason): int(count) for reason, count in counts.iter_rows()}
