@@ -161,8 +161,10 @@ def _prompt(config: RunConfig) -> Found:
     known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     if unknown := [name for name in found if name not in PLACEHOLDERS]:
         yield "prompt.user", f"has the unknown placeholder {{{unknown[0]}}}; there are {known}"
+    if missing := [f"{{{name}}}" for name in PLACEHOLDERS if not found[name]]:
+        yield "prompt.user", f"lacks {', '.join(missing)}; write each of {known} once"
     for name in PLACEHOLDERS:
-        if found[name] != 1:
+        if found[name] > 1:
             yield "prompt.user", f"has the placeholder {{{name}}} {found[name]} times; write each of {known} once"
     system = prompt.system or ""
     for name in PLACEHOLDERS:

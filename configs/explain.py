@@ -60,6 +60,8 @@ def _text(key: Key, item: dict[str, Any]) -> str:
     if kind in ("model_type", "model_attributes_type"):
         empty = "is empty; give it keys or take the line out"
         return empty if given is None else f"must be a section of keys, not {_short(given)}; write its keys below it"
+    if kind == "string_type" and given is None:
+        return "must be text, not nothing"
     if kind in ("enum", "literal_error"):
         return _closed(given, item["ctx"]["expected"])
     if kind not in TEXTS:

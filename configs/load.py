@@ -78,6 +78,8 @@ def _read(source: str | Path) -> Document:
     """Read a preset, or a file over the preset that it names."""
     if isinstance(source, str) and source in presets():
         return _read_file(PRESETS / f"{source}.yaml", PRESET)
+    if not str(source):
+        raise ConfigError([f"no configuration is named; presets are {', '.join(presets())}."])
     path = Path(source).expanduser()
     if isinstance(source, str) and not path.exists() and path.parent == Path() and path.suffix not in (".yaml", ".yml"):
         raise ConfigError([f"{source}: is no preset and no file; {_preset_hint(source)}"])

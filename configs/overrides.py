@@ -18,6 +18,9 @@ def apply_override(document: Document, text: str) -> None:
     if not equals or not all(parts):
         document.problems.append(f"--set {text}: is no `KEY=VALUE`; write it like `train.learning_rate=1e-5`.")
         return
+    if parts == ["preset"]:
+        document.problems.append(f"--set {text}: a preset is named in the file, or run by its name.")
+        return
     value = parse(written, name=f"--set {text}", layer=OVERRIDE)
     if value.problems:
         document.problems.append(f"--set {text}: the value can't be read as YAML; put it in quotes within the quotes.")

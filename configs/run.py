@@ -125,6 +125,9 @@ class EngineConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    adapter: Literal["serve", "merge"] = Field(
+        "serve", description="LoRA: serve the adapter beside its base, or merge it at the start (vLLM's CPU kernels for LoRA are slow)"
+    )
     tensor_parallel: Annotated[int, NotInKey("GPUs do not change what is asked")] = Field(1, ge=1)
     gpu_memory: Annotated[float, NotInKey("memory does not change what is asked")] = Field(0.9, gt=0, le=1)
     cpu_kv_cache_gib: Annotated[int, NotInKey("memory does not change what is asked")] = Field(2, ge=1)

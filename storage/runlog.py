@@ -92,8 +92,16 @@ class RunLog:
                 )
 
     def _catch_up(self) -> None:
-        while self._read_next():
-            pass
+        while True:
+            while self._read_next():
+                pass
+            gap = layout.log(self._run_id, len(self._records))
+            if self._backend.size(layout.log(self._run_id, len(self._records) + 1)) is None:
+                return
+            if not self._read_next():  # asked again: two records may have been appended since
+                raise CorruptArtifactError(
+                    f"{self._backend.address(gap)} is missing; run `starwheel verify {self._run_id}`"
+                )
 
     def _read_next(self) -> bool:
         seq = len(self._records)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from storage.checkpoint import CheckpointRef
     from storage.manifest import Artifact, Manifest
 
-_LOCAL_RACES = {"rounds": 2, "threads": 6}
-_S3_RACES = {"rounds": 10, "threads": 12}
+LOCAL_RACES = {"rounds": 2, "threads": 6}
+S3_RACES = {"rounds": 10, "threads": 12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _backend(url: str) -> Backend:
 
 
 def _make(backend: Backend) -> dict[str, Any]:
-    races = _LOCAL_RACES if isinstance(backend, LocalBackend) else _S3_RACES
+    races = LOCAL_RACES if isinstance(backend, LocalBackend) else S3_RACES
     found = probe(backend, **races)
     backend.put_new(layout.FORMAT, record.encode({"store_id": secrets.token_hex(16), "probe": found}))
     return record.read(backend, layout.FORMAT)[0]

@@ -1,7 +1,7 @@
 """Build training rows: (prompt, completion) for SFT, (prompt, chosen, rejected) for DPO, in TRL's conversational form.
 
 The prompt is always the judge's own, without a hint. A completion ends with its verdict: what the model wrote behind
-it is cut off, so nothing learns to ramble on. A rejected text without a verdict stays whole.
+it is cut off, so nothing learns to ramble on. A rejected text without any verdict stays whole.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _dpo(rows: pl.DataFrame, completions: pa.Table, pairs: pa.Table, config: Pro
 
 
 def yields(judgments: pa.Table, rows: pa.Table) -> dict[str, int]:
-    """Count the (pair, checkpoint, order)s of judgments: `asked`, `with_rows`, and why the others have no sft or dpo row.
+    """Count the (pair, checkpoint, order)s of judgments: `asked`, `with_rows`, and why the others have no row.
 
     `all_right` and `none_right` say what the samples were; `other` were left out by the band, a limit or the balance.
     """

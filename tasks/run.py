@@ -83,8 +83,8 @@ class Run:
     ) -> SessionResult:
         """Ask a checkpoint everything in one engine start: parity · evaluate · gate · sample."""
         baseline = judge.number == 0 and judge.model != base and self.config.evaluate.base
-        served_together = judge.model.base == base.base
-        if baseline and not served_together:  # full weights: the untrained judge needs an engine start of its own
+        served_together = judge.model.base == base.base and self.config.engine.adapter == "serve"
+        if baseline and not served_together:  # weights of its own: the untrained judge needs an engine start of its own
             self._session(SessionPlan(-1, base, None, data.key, None, None, sample=False))
         return self._session(
             SessionPlan(

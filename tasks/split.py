@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from storage.errors import DataError, StepFailedError
 from storage.schema import SCHEMAS, Split, part
-from tasks.data.pairing import Reason, prompt_keys
+from tasks.data.pairing import Reason
+from tasks.data.reading import prompt_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -182,8 +183,8 @@ def _fill_bootstrap(groups: pl.DataFrame, wanted: int) -> dict[str, str]:
             room -= size
     if wanted and (not taken or usable["size"].sum() < wanted):
         raise DataError(
-            f"split.bootstrap asks for {wanted} pairs, but {usable['size'].sum()} in {usable.height} groups can be used "
-            "for the warm start: lower it or give more pairs."
+            f"split.bootstrap asks for {wanted} pairs, but {usable['size'].sum()} in {usable.height} groups can be "
+            "used for the warm start: lower it or give more pairs."
         )
     return taken
 

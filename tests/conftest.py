@@ -83,6 +83,7 @@ def bucket(ministack: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"test-{uuid.uuid4().hex[:12]}"
     ministack.client.create_bucket(Bucket=name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", ministack.url)
+    monkeypatch.setattr("storage.store.S3_RACES", {"rounds": 1, "threads": 4})  # one test runs the whole race
     return name
 
 
@@ -99,32 +100,33 @@ class Raw:
     """Read, change and list stored objects behind the back of the store under test."""
 
     folder: Path | None
-    client: Any
-    bucket: str
+    client: Any = None
+    bucket: str = ""
+    prefix: str = _PREFIX
 
     def read(self, key: str) -> bytes:
         if self.folder is not None:
             return (self.folder / key).read_bytes()
-        return bytes(self.client.get_object(Bucket=self.bucket, Key=f"{_PREFIX}/{key}")["Body"].read())
+        return bytes(self.client.get_object(Bucket=self.bucket, Key=f"{self.prefix}/{key}")["Body"].read())
 
     def write(self, key: str, data: bytes) -> None:
         if self.folder is not None:
             (self.folder / key).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / key).write_bytes(data)
         else:
-            self.client.put_object(Bucket=self.bucket, Key=f"{_PREFIX}/{key}", Body=data)
+            self.client.put_object(Bucket=self.bucket, Key=f"{self.prefix}/{key}", Body=data)
 
     def delete(self, key: str) -> None:
         if self.folder is not None:
             (self.folder / key).unlink()
         else:
-            self.client.delete_object(Bucket=self.bucket, Key=f"{_PREFIX}/{key}")
+            self.client.delete_object(Bucket=self.bucket, Key=f"{self.prefix}/{key}")
 
     def keys(self) -> list[str]:
         if self.folder is not None:
             return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=f"{_PREFIX}/")
-        return sorted(item["Key"].removeprefix(f"{_PREFIX}/") for page in pages for item in page.get("Contents", []))
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=f"{self.prefix}/")
+        return sorted(item["Key"].removeprefix(f"{self.prefix}/") for page in pages for item in page.get("Contents", []))
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def raw(store_url: str, request: pytest.FixtureRequest) -> Raw:
     """Give access to the place of `store_url` that uses nothing of the store."""
     if store_url.startswith("s3://"):
         return Raw(None, request.getfixturevalue("ministack").client, request.getfixturevalue("bucket"))
-    return Raw(Path(store_url), None, "")
+    return Raw(Path(store_url))
 
 
 def free_port() -> int:

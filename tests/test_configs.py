@@ -118,6 +118,7 @@ def test_presets_are_listed_and_a_misspelt_one_is_guessed():
     assert {"demo", "star-dpo", "star-sft"} <= set(presets())
     only(refused("star-dop"), "star-dop", "did you mean `star-dpo`?")
     only(refused("zzz"), "star-dpo, star-sft")
+    only(refused(""), "star-dpo, star-sft")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -315,6 +316,8 @@ def test_the_last_override_wins(tmp_path):
         ("prompt.user=Judge: {prompt}: x", ["can't be read as YAML", "quotes"]),
         ("seed={a: 1, a: 2}", ["can't be read as YAML"]),
         ("sed=3", ["sed (--set sed=3)", "did you mean `seed`?"]),
+        ("preset=star-sft", ["in the file"]),
+        ("name=", ["must be text, not nothing."]),
         ("seed=-3", ["seed (--set seed=-3)", "at least 0"]),
     ],
 )
@@ -363,7 +366,7 @@ LORA = "train.lora={r: 8}"
         (["model.base=owner/name", "model.revision=main"], "model.revision", "branch"),
         (["model.base=gpt2"], "model.base", "no folder"),
         (["model.base=/no/such/folder"], "model.base", "no folder"),
-        (["prompt.user='{prompt} {response_a} [[A]] [[B]]'"], "prompt.user", "{response_b} 0 times"),
+        (["prompt.user='{prompt} {response_a} [[A]] [[B]]'"], "prompt.user", "lacks {response_b};"),
         (["prompt.user='{prompt} {prompt} {response_a} {response_b} [[A]] [[B]]'"], "prompt.user", "{prompt} 2 times"),
         (
             ["prompt.user='{prompt} {response_a} {response_b} {gold} [[A]] [[B]]'"],

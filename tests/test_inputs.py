@@ -131,7 +131,9 @@ def bucket(s3: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     return files
 
 
-def test_object_is_fetched_whole_once_while_its_etag_stays(bucket: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_is_fetched_whole_once_while_its_etag_stays(
+    bucket: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket.pipe_file("data/set/pairs.jsonl", CONTENT)
     downloads: list[str] = []
     real = inputs._download
@@ -167,9 +169,9 @@ def test_object_cut_on_its_way_is_refused(bucket: object, tmp_path: Path, monkey
 
 def test_missing_objects_buckets_and_folders_are_told_apart(bucket: object, tmp_path: Path, s3: str) -> None:
     bucket.pipe_file("data/folder/pairs.jsonl", CONTENT)
-    with pytest.raises(DataError, match=f"s3://data/none.jsonl does not exist at {s3}"):
+    with pytest.raises(DataError, match=rf"s3://data/none\.jsonl does not exist at {s3}"):
         fetch_input("s3://data/none.jsonl", tmp_path)
-    with pytest.raises(StoreError, match=f"s3://nobucket/x.jsonl: there is no bucket 'nobucket' at {s3}"):
+    with pytest.raises(StoreError, match=rf"s3://nobucket/x\.jsonl: there is no bucket 'nobucket' at {s3}"):
         fetch_input("s3://nobucket/x.jsonl", tmp_path)
     for url in ("s3://data/folder", "s3://data/folder/", "s3://data", "s3://"):
         with pytest.raises(DataError, match="folder|names no object"):
@@ -178,7 +180,7 @@ def test_missing_objects_buckets_and_folders_are_told_apart(bucket: object, tmp_
 
 def test_closed_endpoint_is_one_sentence(bucket: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(StoreError, match="s3://data/x.jsonl can't be read"):
+    with pytest.raises(StoreError, match=r"s3://data/x\.jsonl can't be read"):
         fetch_input("s3://data/x.jsonl", tmp_path)
 
 
@@ -197,5 +199,5 @@ def test_forbidden_object_is_told(bucket: object, tmp_path: Path, monkeypatch: p
         raise PermissionError("Forbidden")
 
     monkeypatch.setattr(inputs, "_info", refuse)
-    with pytest.raises(StoreError, match="s3://data/x.jsonl may not be read: allow s3:GetObject"):
+    with pytest.raises(StoreError, match=r"s3://data/x\.jsonl may not be read: allow s3:GetObject"):
         fetch_input("s3://data/x.jsonl", tmp_path)

@@ -226,10 +226,13 @@ def test_a_cut_and_a_missing_file_are_named(store: Store, raw: Raw, tmp_path: Pa
         again(store, tmp_path).read(artifact)
 
 
-def test_any_changed_byte_of_a_manifest_is_noticed(store: Store, raw: Raw) -> None:
+def test_any_changed_byte_of_a_manifest_is_noticed(
+    store: Store, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = commit(store.attempt(KEY))
     key = layout.manifest(KEY, 0)
     data = raw.read(key)
+    monkeypatch.setattr(record, "READ_PAUSE_S", 0)
     for place in range(0, len(data), len(data) // 12):
         raw.write(key, data[:place] + bytes([data[place] ^ 2]) + data[place + 1 :])
         with pytest.raises(StoreError, match=store.backend.address(key)):

@@ -9,10 +9,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-import pyarrow as pa
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 MAX_ROW = 16 * 2**20  # bytes of a JSONL line, characters of a row's texts
 ROLES = frozenset({"system", "user", "assistant"})
@@ -83,8 +81,8 @@ def clean(record: Mapping[str, object], layout: Layout, *, name: str, carried: S
     gold = "A" if layout is Layout.CHOSEN else _label(_field(record, "label"))
     prompt, one, two = _conversation(record, first, second)
     _refuse_empty(prompt, one, two, names=(first, second))
+    twin = twin_key(prompt, one, two)
     low, high = sorted((one, two))
-    twin = _digest("t", prompt, low, high)
     if layout is Layout.CHOSEN:
         chosen = one
         one, two = (low, high) if int(twin[1], 16) % 2 else (high, low)
@@ -120,26 +118,9 @@ def prompt_key(prompt: Messages) -> str:
     return _name("g", " ".join(unicodedata.normalize("NFKC", text).casefold().split()))
 
 
-def prompt_keys(pairs: pa.Table) -> pa.Array:
-    """Give the `prompt_key` of each row of a `pairs` table."""
-    return pa.array([prompt_key(prompt) for prompt in _prompts(pairs)], pa.large_string())
-
-
-def twin_keys(pairs: pa.Table) -> tuple[list[str], list[bool]]:
-    """Give `twin` and `low` (see Entry) of each row of a `pairs` table."""
-    twins: list[str] = []
-    lows: list[bool] = []
-    columns: Iterable[list[str]] = (pairs[name].to_pylist() for name in ("response_a", "response_b", "gold"))
-    for prompt, one, two, gold in zip(_prompts(pairs), *columns, strict=True):
-        low, high = sorted((one, two))
-        twins.append(_digest("t", prompt, low, high))
-        lows.append((one if gold == "A" else two) == low)
-    return twins, lows
-
-
-def _prompts(pairs: pa.Table) -> Iterable[Messages]:
-    for prompt in pairs["prompt"].to_pylist():
-        yield tuple((message["role"], message["content"]) for message in prompt)
+def twin_key(prompt: Messages, response_a: str, response_b: str) -> str:
+    """Name a pair so that its order-swapped twin has the same name."""
+    return _digest("t", prompt, *sorted((response_a, response_b)))
 
 
 def _digest(prefix: str, prompt: Messages, one: str, two: str) -> str:

@@ -10,11 +10,14 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from storage.errors import DataError
 from storage.schema import SCHEMAS, Split
-from tasks.data.pairing import BadRow, Entry, Layout, Reason, twin_keys
+from tasks.data.pairing import BadRow, Entry, Layout, Reason, prompt_key, twin_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from tasks.data.pairing import Messages
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,10 @@ def _extras(entries: Sequence[Entry], carried: Sequence[str]) -> pa.Table:
 
 def combine(readings: Sequence[Reading]) -> Reading:
     """Put the readings of several sources together, in order; pairs that occur in two are dropped like twins in one."""
+    names = Counter(name for reading in readings for name in reading.ledger["source"].unique().to_pylist())
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise DataError(f"two sources are named {twice[0]!r}: give each its own name in data.sources.")
     pairs = pa.concat_tables([reading.pairs for reading in readings])
     ledger = pa.concat_tables([reading.ledger for reading in readings])
     extras = pa.concat_tables([reading.extras for reading in readings], promote_options="default")
@@ -118,6 +125,27 @@ def combine(readings: Sequence[Reading]) -> Reading:
         return whole
     twins, lows = twin_keys(pairs)
     return _drop_twins(whole, pl.DataFrame({"twin": twins, "low": lows}))
+
+
+def prompt_keys(pairs: pa.Table) -> pa.Array:
+    """Give the `prompt_key` of each row of a `pairs` table."""
+    return pa.array([prompt_key(prompt) for prompt in _prompts(pairs)], pa.large_string())
+
+
+def twin_keys(pairs: pa.Table) -> tuple[list[str], list[bool]]:
+    """Give `twin` and `low` (see Entry) of each row of a `pairs` table."""
+    twins: list[str] = []
+    lows: list[bool] = []
+    columns: Iterable[list[str]] = (pairs[name].to_pylist() for name in ("response_a", "response_b", "gold"))
+    for prompt, one, two, gold in zip(_prompts(pairs), *columns, strict=True):
+        twins.append(twin_key(prompt, one, two))
+        lows.append((gold == "A") == (one < two))
+    return twins, lows
+
+
+def _prompts(pairs: pa.Table) -> Iterable[Messages]:
+    for prompt in pairs["prompt"].to_pylist():
+        yield tuple((message["role"], message["content"]) for message in prompt)
 
 
 def _drop_twins(reading: Reading, twins: pl.DataFrame) -> Reading:

@@ -102,7 +102,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Served:
-    """Name the weights an engine serves: the base folder, and an adapter folder or None, each with its model digest."""
+    """Name the weights an engine serves: a folder of whole weights, and an adapter on it or None, each with its model digest."""
 
     base: Path
     base_digest: str

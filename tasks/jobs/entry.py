@@ -110,15 +110,23 @@ def start_engine(context: Context, plan: SessionPlan) -> Engine:
         return cast("Engine", ScriptedEngine())
     from tasks.engines.vllm import VllmEngine
 
-    served = Served(
-        base=context.store.fetch_checkpoint(model.base),
-        base_digest=model.base,
-        adapter=context.store.fetch_checkpoint(model.adapter) if model.adapter else None,
-        adapter_digest=model.digest if model.adapter else None,
-    )
+    served = _served(context, model)
     seed = seed_of(config, f"engine-{plan.checkpoint}")
     engine = VllmEngine(served, config.engine, load_template(context, model), max_len=config.model.max_len, seed=seed)
     return cast("Engine", engine)
+
+
+def _served(context: Context, model: Model) -> Served:
+    """Fetch the weights; an adapter is merged into a local copy of its base where the config says so."""
+    base = context.store.fetch_checkpoint(model.base)
+    if model.adapter is None:
+        return Served(base, model.digest)
+    adapter = context.store.fetch_checkpoint(model.adapter)
+    if context.config.engine.adapter == "serve":
+        return Served(base, model.base, adapter, model.digest)
+    from tasks.training.merge import merge_adapter
+
+    return Served(merge_adapter(base, adapter, context.work / "merged", dtype=context.config.engine.dtype), model.digest)
 
 
 def die_with_parent() -> None:

@@ -1,4 +1,7 @@
-"""Match judgments for DPO: a right with a wrong one of the same pair, checkpoint and order."""
+"""Match judgments for DPO: a right with a wrong one of the same pair, checkpoint and order.
+
+The version of what comes out is that of `tasks.pairs`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from configs.run import PairsConfig
-
-VERSION = 1
 
 DPO_ID = tuple(name for name in SCHEMAS["dpo"].names if name not in ("prompt", "chosen", "rejected"))
 
@@ -74,8 +75,8 @@ def _combined(sides: pl.DataFrame, other: str, limit: pl.Expr) -> pl.DataFrame:
     """Combine chosen with `other` up to `limit` a pair and order; the k-th row takes place k of both, then shifted."""
     k, right, wrong = pl.col("k"), pl.col("chosen"), pl.col(other)
     wanted = pl.min_horizontal(limit, right * wrong)
-    prompts_ = sides.unique(BY_ORDER, keep="any").filter(wanted > 0)
-    rows = prompts_.select(*BY_ORDER, right, wrong, pl.int_ranges(0, wanted).alias("k")).explode("k")
+    asked = sides.unique(BY_ORDER, keep="any").filter(wanted > 0)
+    rows = asked.select(*BY_ORDER, right, wrong, pl.int_ranges(0, wanted).alias("k")).explode("k")
     rows = rows.select(
         *BY_ORDER, (k % right).alias("chosen_place"), ((k % right + k // right) % wrong).alias("rejected_place")
     )

@@ -115,7 +115,7 @@ def _tails(rows: pl.DataFrame) -> pl.Series:
 
 
 def cut(texts: pl.Series) -> pl.Series:
-    """Cut texts behind the counted verdict, so that nothing rambles on after it in training; others stay whole."""
+    """Cut texts behind the counted verdict (for `both`, behind the last); texts without a verdict stay whole."""
     rows = readings(texts).with_columns(texts.alias("text"))
     short = pl.col("text").str.slice(0, pl.col("verdict_end"))
     return rows.select(pl.when(pl.col("verdict_end").is_null()).then("text").otherwise(short)).to_series()

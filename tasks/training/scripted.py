@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from configs.run import key_part
 from storage.digest import digest_file, digest_json, digest_table
 from storage.schema import SCHEMAS
 from tasks.training.order import cut_batches, digest_rows, row_order
@@ -52,7 +53,7 @@ def _digest(request: TrainRequest) -> str:
             "rows": digest_table(request.rows),
             "start": _folder_digest(request.start),
             "reference": _folder_digest(request.reference) if request.reference else None,
-            "config": request.config.model_dump(mode="json"),
+            "config": key_part(request.config),
             "seed": request.seed,
         }
     )
