@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
+from configs.facts import ModelFacts, find_facts, model_facts
 from configs.load import ConfigError
 from configs.machine import GIB, Machine, find_machine
 from configs.run import EngineKind, Method, RunConfig
 
+__all__ = ["Machine", "Memory", "ModelFacts", "Part", "fit", "memory", "model_facts"]
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FORCED_CHOICE = 2  # tokens that the engine adds to model.max_len to read a verdict's letter
+LOGIT_BYTES = 12
 MASTER_BYTES = 16  # fp32: weight 4, gradient 4, two moments of Adam 8
-FROZEN_BYTES = 4  # the base model under an adapter, and the reference model of full tuning
 LAYER_BYTES = 34  # activations of one layer a token, in units of its width, 16 bit (Korthikanti et al. 2022, eq. 2)
 ENGINE_BYTES = 3 * GIB  # its processes and work buffers: measured 2.9 beside weights and cache, vLLM 0.32 on CPU
 TRAINER_BYTES = 1.5 * GIB  # interpreter, libraries, work buffers
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Hold what a model's files say of its size; `max_positions` is None where they don't say it."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    vocab: int
-    kv_bytes_per_token: int  # keys and values of all layers, at 2 bytes a number
-    linear_width: int  # inputs + outputs of all linear layers: a LoRA adapter has r times as many parameters
-    max_positions: int | None
 
 
 @dataclass(frozen=True)
@@ -64,78 +50,23 @@ class Memory:
         return sum(part.gib for part in self.parts if part.job == "trainer")
 
 
-# ---- the model's files -----------------------------------------------------------------------------------------------
+def fit(config: RunConfig, machine: Machine | None = None) -> list[tuple[str, float | None]]:
+    """Give the memory table (what, GiB), of one row where the model isn't on this machine yet.
 
-
-def model_facts(folder: str | Path) -> ModelFacts:
-    """Read `config.json`, and the headers of the safetensors where there are any. Raises ConfigError."""
-    file = Path(folder) / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        shape = raw.get("text_config", raw)
-        return _facts(shape, _stored_parameters(Path(folder)))
-    except FileNotFoundError:
-        raise ConfigError(
-            [f"model.base: there is no model at {file.absolute().parent}, no config.json; correct the path."]
-        ) from None
-    except (OSError, ValueError, AttributeError, TypeError, struct.error) as error:
-        raise ConfigError(
-            [f"model.base: {file.absolute().parent} can't be read as a model ({error}); fetch it again."]
-        ) from error
-
-
-def _facts(shape: dict[str, Any], stored: int | None) -> ModelFacts:
-    layers, hidden = _number(shape, "num_hidden_layers", "n_layer"), _number(shape, "hidden_size", "n_embd")
-    heads, vocab = _number(shape, "num_attention_heads", "n_head"), _number(shape, "vocab_size")
-    kv_heads = shape.get("num_key_value_heads") or heads
-    head = shape.get("head_dim") or hidden // heads
-    inner = shape.get("intermediate_size") or shape.get("n_inner") or 4 * hidden
-    query, key = heads * head, kv_heads * head
-    linears = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
-    linears += [(hidden, inner), (hidden, inner), (inner, hidden)]  # gated, as all recent models
-    embeddings = vocab * hidden * (1 if shape.get("tie_word_embeddings", True) else 2)
-    norms = (2 * layers + 1) * hidden
-    return ModelFacts(
-        parameters=stored or embeddings + norms + layers * sum(a * b for a, b in linears),
-        layers=layers,
-        hidden=hidden,
-        vocab=vocab,
-        kv_bytes_per_token=2 * layers * key * 2,
-        linear_width=layers * sum(a + b for a, b in linears),
-        max_positions=shape.get("max_position_embeddings") or shape.get("n_positions"),
-    )
-
-
-def _number(shape: dict[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(shape.get(name), int):
-            return int(shape[name])
-    raise ValueError(f"config.json has no number `{names[0]}`")
-
-
-def _stored_parameters(folder: Path) -> int | None:
-    """Count the numbers in the safetensors files by their headers; None where there are none."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / Path(name).name for name in names]
-    else:
-        files = [folder / "model.safetensors"]
-    if not all(file.is_file() for file in files):
-        return None
-    return sum(_header_parameters(file) for file in files)
-
-
-def _header_parameters(file: Path) -> int:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > 100_000_000:  # the format's own limit
-            raise ValueError(f"{file.name} is no safetensors file")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-
-
-# ---- what a run needs ------------------------------------------------------------------------------------------------
+    Raises ConfigError with all that doesn't fit this machine or the model.
+    """
+    facts = find_facts(config.model)
+    if facts is None:
+        return [(f"known once {config.model.base} is fetched", None)]
+    needed = memory(config, facts, machine)
+    if needed.problems:
+        raise ConfigError(needed.problems)
+    rows: list[tuple[str, float | None]] = []
+    for job, total in (("engine", needed.engine), ("trainer", needed.trainer)):
+        parts = [part for part in needed.parts if part.job == job]
+        rows += [(f"{job}: {part.name} = {part.formula}", part.gib) for part in parts]
+        rows += [(f"{job} in all", total)] if parts else []
+    return rows
 
 
 def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None) -> Memory:
@@ -145,7 +76,7 @@ def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None)
     if config.engine.kind is EngineKind.VLLM:
         parts += _engine(config, facts, machine)
     if config.train.kind == "trl":
-        parts += _trainer(config, facts)
+        parts += _trainer(config, facts, gpu=bool(machine.gpus))
     needed = Memory(tuple(parts), ())
     return Memory(needed.parts, tuple(_problems(config, facts, machine, needed)))
 
@@ -165,7 +96,7 @@ def _engine(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[Part
         _part("engine", "weights", weights, f"parameters × {width} B / tensor_parallel"),
         _part("engine", "processes and buffers", ENGINE_BYTES, "constant"),
     ]
-    if lora:
+    if lora and engine.adapter == "serve":
         adapter = lora.r * facts.linear_width * width
         parts.append(_part("engine", "adapter", adapter, f"r × (inputs + outputs of all linear layers) × {width} B"))
     if not machine.gpus:
@@ -176,33 +107,37 @@ def _engine(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[Part
     return [*parts, _part("engine", "KV cache", cache, "max_num_seqs × max_len × bytes a token, at most what is left")]
 
 
-def _trainer(config: RunConfig, facts: ModelFacts) -> list[Part]:
+def _trainer(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> list[Part]:
     train, dpo = config.train, config.method is Method.STAR_DPO
+    width = 2 if gpu else 4  # frozen weights
     parts = [_part("trainer", "process and buffers", TRAINER_BYTES, "constant")]
-    frozen = facts.parameters * FROZEN_BYTES
     if train.lora:
         adapter = train.lora.r * facts.linear_width * MASTER_BYTES
-        parts.append(_part("trainer", "frozen weights", frozen, f"parameters × {FROZEN_BYTES} B"))
-        parts.append(
-            _part("trainer", "adapter", adapter, f"its parameters × {MASTER_BYTES} B (weight, gradient, Adam)")
-        )
+        formula = f"r × (inputs + outputs of all linear layers) × {MASTER_BYTES} B (weight, gradient, Adam; fp32)"
+        parts.append(_part("trainer", "frozen weights", facts.parameters * width, f"parameters × {width} B"))
+        parts.append(_part("trainer", "adapter", adapter, formula))
+        if dpo:  # in full tuning it is gone before the gradients come, and smaller than they are
+            parts.append(_part("trainer", "reference model", facts.parameters * width, f"parameters × {width} B"))
     else:
-        whole = facts.parameters * MASTER_BYTES
-        parts.append(_part("trainer", "weights, gradients, Adam", whole, f"parameters × {MASTER_BYTES} B, fp32"))
-        if dpo:
-            parts.append(_part("trainer", "reference model", frozen, f"parameters × {FROZEN_BYTES} B"))
-    return [*parts, *_batch(config, facts, rows=2 if dpo else 1)]
+        formula = f"parameters × {MASTER_BYTES} B (fp32)"
+        parts.append(_part("trainer", "weights, gradients, Adam", facts.parameters * MASTER_BYTES, formula))
+    return [*parts, *_batch(config, facts, rows=2 if dpo else 1, gpu=gpu)]
 
 
-def _batch(config: RunConfig, facts: ModelFacts, *, rows: int) -> list[Part]:
-    """Give what a batch of full-length rows takes; a DPO row is two (chosen, rejected)."""
+def _batch(config: RunConfig, facts: ModelFacts, *, rows: int, gpu: bool) -> list[Part]:
+    """Give what a batch of full-length rows takes; a DPO row is two (chosen, rejected).
+
+    On a GPU each layer keeps its input and is computed again on the way back; on a CPU all layers keep everything.
+    """
     tokens = config.train.per_device_batch * config.model.max_len * rows
     how = "per_device_batch × max_len" + (" × 2" if rows == 2 else "")
-    kept = tokens * facts.hidden * (4 * facts.layers + LAYER_BYTES)
-    formula = f"{how} × hidden × (4 B × layers + {LAYER_BYTES} B), recomputed by layer"
+    width, inside = (4 * facts.layers + LAYER_BYTES, f"4 B × layers + {LAYER_BYTES} B")
+    if not gpu:
+        width, inside = (2 * LAYER_BYTES * facts.layers, f"{2 * LAYER_BYTES} B × layers")
+    logits = tokens * facts.vocab * LOGIT_BYTES
     return [
-        _part("trainer", "activations", kept, formula),
-        _part("trainer", "logits", tokens * facts.vocab * 8, f"{how} × vocabulary × 8 B (fp32 and their gradient)"),
+        _part("trainer", "activations", tokens * facts.hidden * width, f"{how} × hidden × ({inside})"),
+        _part("trainer", "logits", logits, f"{how} × vocabulary × {LOGIT_BYTES} B (fp32, their softmax and gradient)"),
     ]
 
 

@@ -195,8 +195,12 @@ def _engine(config: RunConfig) -> Found:
         ours = NAMED_ELSEWHERE.get(name.replace("-", "_"))
         if ours is not None:
             yield f"engine.extra.{name} {ours}", f"is set by {ours}; set it there, where the step keys see it"
-    if config.engine.kind is EngineKind.VLLM and config.train.lora and config.train.lora.r > VLLM_MAX_LORA_RANK:
-        yield "train.lora.r", f"{config.train.lora.r} is more than vLLM serves; use at most {VLLM_MAX_LORA_RANK}"
+    served = config.engine.kind is EngineKind.VLLM and config.engine.adapter == "serve"
+    if served and config.train.lora and config.train.lora.r > VLLM_MAX_LORA_RANK:
+        yield (
+            "train.lora.r",
+            f"{config.train.lora.r} is over what vLLM serves; use {VLLM_MAX_LORA_RANK} or less, or engine.adapter=merge",
+        )
 
 
 def _sampling(config: RunConfig) -> Found:
@@ -228,7 +232,7 @@ def _selection(config: RunConfig) -> Found:
     if config.method is not Method.STAR_DPO:
         return
     if config.sample.n < 2:
-        text = f"{config.sample.n} can't give a pair a right and a wrong rationale, star-dpo needs both; set 2 or more"
+        text = f"{config.sample.n} can't give a right and a wrong rationale, and star-dpo needs both; set 2 or more"
         yield "sample.n method", text
     if select.min_right == 1:
         yield "select.min_right method", "1 keeps only pairs without a wrong rationale, star-dpo needs one; lower it"

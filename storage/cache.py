@@ -65,6 +65,11 @@ class ObjectCache:
         self._settle(path, target)
         return target
 
+    @property
+    def root(self) -> Path:
+        """The folder that the cache keeps itself in."""
+        return self._folder
+
     def folder(self, digest: str) -> Path:
         """Name the place of a folder of several files that go together (a checkpoint)."""
         return self._folder / "folders" / layout.digest(digest)

@@ -24,7 +24,7 @@ class RunLog:
     """Append to and read the log of one run.
 
     `open` takes the run over: its record, of the next epoch, makes every later append of the holder before it collide
-    and stop. The log's existence is found by reading 0, 1, 2 … until there is none: never by listing.
+    and stop. The end of the log is found by reading 0, 1, 2 … until there is none: never by listing.
     """
 
     def __init__(self, backend: Backend, run_id: str) -> None:

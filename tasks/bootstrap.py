@@ -18,7 +18,7 @@ VERSION = 1
 def bootstrap_step(config: RunConfig, split: Manifest) -> Step:
     """Name the step by the rationales, which the split step stored beside the pairs."""
     inputs = {name: split.artifacts[name].digest for name in ("pairs", "splits", "rationales")}
-    parts = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "rows": pairs.VERSION}
+    parts = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "rows": pairs.VERSION, "seed": config.seed}
     return Step("bootstrap", VERSION, inputs, parts)
 
 
@@ -26,11 +26,6 @@ def make_bootstrap(context: Context, split: Manifest) -> dict[str, Any]:
     """Give one SFT row a rationale of the pairs set apart for the warm start."""
     view = committed_split(context, split.key)
     rationales = context.store.read(split.artifacts["rationales"])
-    rows = pairs.rationale_rows(rationales, view.pairs(Split.BOOTSTRAP), context.config.prompt)
-    unused = rationales.num_rows - rows.num_rows
-    counts = {
-        "in": rationales.num_rows,
-        "kept": rows.num_rows,
-        "dropped": {"pair_not_in_bootstrap": unused} if unused else {},
-    }
-    return {"tables": {"sft": rows}, "counts": counts}
+    rows, dropped = pairs.rationale_rows(rationales, view.pairs(Split.BOOTSTRAP), context.config.prompt)
+    counts = {"in": rationales.num_rows, "kept": rows.num_rows, "dropped": dropped}
+    return {"tables": {"sft": pairs.shuffle(rows, seed=context.config.seed)}, "counts": counts}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
-from tasks.judge import frames
+from configs.run import key_part
+from tasks.judge import frames, statistics
 from tasks.judge.statistics import Difference, paired
+from tasks.step import Step
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from configs.run import GateConfig
+    from configs.run import GateConfig, RunConfig
+    from storage.manifest import Manifest
+    from storage.store import Store
 
 VERSION = 1
 
@@ -52,7 +56,7 @@ def decide(
     if looks < 1:
         raise ValueError(f"{looks} looks: a run has at least one")
     limit = config.alpha / looks
-    metric, found = _compare(dev_now, dev_before)
+    metric, found = compare(dev_now, dev_before)
     numbers = (found.value, found.low, found.high, found.p_worse) if found else ()
     bad = _collapse(metrics_now, config.min_parse_rate)
     if bad is None and found and found.value < 0 and found.p_worse <= limit:
@@ -64,7 +68,28 @@ def decide(
     return Gate(Decision.STOP, f"{bad}.", *numbers)
 
 
-def _compare(now: pa.Table, before: pa.Table | None) -> tuple[str, Difference | None]:
+def gate_step(config: RunConfig, dev: Manifest, before: Manifest | None) -> Step:
+    """Name the step by the dev scores of the checkpoint and of the one before."""
+    inputs: dict[str, str | None] = {name: dev.artifact(name).digest for name in ("pair_scores", "metrics")}
+    inputs["before"] = before.artifact("pair_scores").digest if before else None
+    parts = {"gate": key_part(config.gate), "looks": config.iterations, "statistics": statistics.VERSION}
+    return Step("gate", VERSION, inputs, parts)
+
+
+def make_gate(config: RunConfig, store: Store, dev: Manifest, before: Manifest | None) -> dict[str, Any]:
+    """Decide from committed scores; the decision and its reason are the step's facts."""
+    gate = decide(
+        store.read(dev.artifact("pair_scores")),
+        store.read(before.artifact("pair_scores")) if before else None,
+        store.read(dev.artifact("metrics")),
+        config.gate,
+        config.iterations,
+    )
+    return {"counts": {}, "facts": {**gate._asdict(), "decision": str(gate.decision)}}
+
+
+def compare(now: pa.Table, before: pa.Table | None) -> tuple[str, Difference | None]:
+    """Compare two checkpoints' `pair_scores` on the same pairs: by forced choice, or free text where it was not read."""
     if before is None:
         return "", None
     columns = ["pair_id", "group", "forced_choice", "free_text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -84,9 +85,13 @@ def _make_base(context: Context) -> dict[str, Any]:
 
 
 def _link(source: Path, folder: Path) -> None:
+    """Gather a model's files without copying gigabytes where the file system allows it."""
     for path in source.iterdir():
         if path.is_file() and _wanted(path):
-            (folder / path.name).symlink_to(path.resolve())
+            try:
+                os.link(path.resolve(), folder / path.name)
+            except OSError:
+                shutil.copyfile(path, folder / path.name)
 
 
 def _package_file(package: str) -> Path:

@@ -6,20 +6,24 @@ it is cut off, so nothing learns to ramble on. A rejected text without any verdi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from configs.run import Method, key_part
 from storage.errors import StepFailedError
 from storage.schema import JUDGMENT_ID, SCHEMAS, Status
 from tasks.judge import draw, frames, prompts, verdict
 from tasks.judge.matching import DPO_ID, count_reasons, match
 from tasks.judge.votes import BY_ORDER
+from tasks.step import Step
 
 if TYPE_CHECKING:
-    from configs.run import PairsConfig, PromptConfig
+    from configs.run import PairsConfig, PromptConfig, RunConfig
+    from storage.manifest import Manifest
+    from tasks.step import Context
 
 VERSION = 1
 
@@ -97,6 +101,54 @@ def _dpo(rows: pl.DataFrame, completions: pa.Table, pairs: pa.Table, config: Pro
         found = rows.join(texts, left_on=ids, right_on=_ID, how="left", validate="m:1", maintain_order="left")
         columns[side] = _turns(found["text"])
     return pa.table(columns).cast(SCHEMAS["dpo"])
+
+
+def pairs_step(
+    config: RunConfig, split: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+) -> Step:
+    """Name the step by what was selected and said, and by the rows before where they are trained on again."""
+    name = artifact(config)
+    again = earlier if config.pairs.data == "cumulative" and earlier and name in earlier.artifacts else None
+    inputs = {
+        "selected": selected.artifact("selected").digest,
+        "completions": samples.artifact("completions").digest,
+        "pairs": split.artifact("pairs").digest,
+        "earlier": again.artifact(name).digest if again else None,
+    }
+    parts: dict[str, Any] = {"artifact": name, "seed": config.seed, "data": config.pairs.data}
+    if name == "dpo":
+        parts["pairs"] = key_part(config.pairs)
+    versions = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "parser": verdict.VERSION}
+    return Step("pairs", VERSION, inputs, {**parts, **versions})
+
+
+def artifact(config: RunConfig) -> str:
+    """Name what the iterations train on: `sft` or `dpo` rows."""
+    return "dpo" if config.method is Method.STAR_DPO else "sft"
+
+
+def make_rows(
+    context: Context, split: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+) -> dict[str, Any]:
+    """Build an iteration's rows, with those before where the config says so, in a seeded order."""
+    config, read = context.config, context.store.read
+    chosen, name = read(selected.artifact("selected")), artifact(config)
+    given = chosen, read(samples.artifact("completions")), read(split.artifact("pairs")), config.prompt
+    unused: dict[str, int] = {}
+    if name == "dpo":
+        rows, unused = dpo_rows(*given, config.pairs, seed=config.seed)
+    else:
+        rows = sft_rows(*given)
+    fresh = rows.num_rows
+    if config.pairs.data == "cumulative" and earlier is not None and name in earlier.artifacts:
+        rows = concat(read(earlier.artifact(name)), rows)
+    counts = {"in": chosen.num_rows, "kept": chosen.num_rows - sum(unused.values()), "dropped": unused}
+    yielded = yields(read(selected.artifact("judgments")), rows)
+    return {
+        "tables": {name: shuffle(rows, seed=config.seed)},
+        "counts": counts,
+        "facts": {"fresh": fresh, "earlier": rows.num_rows - fresh, "yields": yielded},
+    }
 
 
 def yields(judgments: pa.Table, rows: pa.Table) -> dict[str, int]:

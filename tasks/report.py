@@ -11,7 +11,7 @@ from typing import Any
 
 from storage.store import Store
 from tasks.history import History, manifest_of, metric, read_history
-from tasks.judge.statistics import paired_difference
+from tasks.gate import compare
 
 SHOWN = (
     "forced_choice", "free_text", "parse_rate", "truncation_rate", "pick_a", "pick_a_forced", "consistency", "rationale_tokens",
@@ -40,9 +40,10 @@ class Yield:
 
 @dataclass(frozen=True)
 class Compared:
-    """Hold a paired test on the same pairs, clustered by prompt: the difference in forced-choice accuracy."""
+    """Hold a paired test on the same pairs, clustered by prompt: the difference in a metric, 95 % interval, two-sided p."""
 
     suite: str
+    metric: str
     judge: str
     against: str
     difference: float
@@ -104,8 +105,9 @@ def _compare(store: Store, scored: Mapping[tuple[str, str], Any]) -> list[Compar
             continue
         now = store.read(scored[str(last), suite].artifact("pair_scores"))
         before = store.read(manifest.artifact("pair_scores"))
-        test = paired_difference(now, before, "forced_choice")
-        compared.append(Compared(suite, str(last), judge, test.difference, test.low, test.high, test.p, now.num_rows))
+        metric, test = compare(now, before)
+        if test is not None:
+            compared.append(Compared(suite, metric, str(last), judge, test.value, test.low, test.high, test.p, test.n))
     return compared
 
 

@@ -144,7 +144,7 @@ class Run:
 
     @property
     def _cache(self) -> Path:
-        return self._context.store.cache.folder
+        return self._context.store.cache.root
 
     def _here(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
         """Reuse the step or compute it in this process."""

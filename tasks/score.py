@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from storage.errors import StepFailedError
 from storage.schema import Status
-from tasks.judge import frames, votes
+from tasks.judge import frames, statistics, verdict, votes
 from tasks.judge.statistics import Interval, clustered
 from tasks.judge.verdict import PARSED, with_shown_gold
+from tasks.step import Step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pyarrow as pa
+
+    from storage.manifest import Manifest
 
 VERSION = 1
 
@@ -55,6 +60,22 @@ def score(judgments: pa.Table, pairs: pa.Table, *, suite: str) -> tuple[pa.Table
     rows.sort(key=lambda row: (str(row["subset"]), ranks[str(row["metric"])]))
     metrics = pl.DataFrame(rows, schema=_METRIC_TYPES, orient="row")
     return frames.table(metrics, "metrics"), frames.table(scored.with_columns(suite=pl.lit(suite)), "pair_scores")
+
+
+def score_step(evaluated: Sequence[Manifest], split: Manifest, suite: str) -> Step:
+    """Name the step by the completions of every vote block and the pairs."""
+    inputs = {f"completions-{number}": one.artifact("completions").digest for number, one in enumerate(evaluated)}
+    inputs["pairs"] = split.artifact("pairs").digest
+    versions = {"parser": verdict.VERSION, "votes": votes.VERSION, "statistics": statistics.VERSION}
+    return Step("score", VERSION, inputs, {"suite": suite, **versions})
+
+
+def make_score(completions: pa.Table, pairs: pa.Table, suite: str) -> dict[str, Any]:
+    """Judge the completions of a suite and score them."""
+    judgments = verdict.judge(completions, pairs)
+    metrics, pair_scores = score(judgments, pairs, suite=suite)
+    counts = {"in": completions.num_rows, "kept": judgments.num_rows, "dropped": {}}
+    return {"tables": {"judgments": judgments, "metrics": metrics, "pair_scores": pair_scores}, "counts": counts}
 
 
 _METRIC_TYPES = {

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
+import pyarrow.compute as pc
 
+from configs.run import Method, key_part
 from storage.schema import JUDGMENT_ID, Status
-from tasks.judge import draw, frames
+from tasks.judge import draw, frames, verdict
 from tasks.judge.votes import BY_ORDER
+from tasks.step import Step
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from configs.run import SelectConfig
+    from configs.run import RunConfig, SelectConfig
+    from storage.manifest import Manifest
+    from tasks.step import Context
 
 VERSION = 1
 
@@ -67,6 +72,31 @@ def select_sides(
     if config.balance:
         rows = _balance(rows, BY_ORDER, seed)
     return _parted(rows)
+
+
+def select_step(config: RunConfig, split: Manifest, samples: Manifest) -> Step:
+    """Name the step by the completions, the pairs' gold, the parser and the select section."""
+    inputs = {"completions": samples.artifact("completions").digest, "pairs": split.artifact("pairs").digest}
+    parts: dict[str, Any] = {"select": key_part(config.select), "method": str(config.method), "seed": config.seed}
+    if config.method is Method.STAR_DPO:
+        parts["unparsed_rejected"] = config.pairs.unparsed_rejected_share > 0
+    return Step("select", VERSION, inputs, {**parts, "parser": verdict.VERSION})
+
+
+def make_selection(context: Context, split: Manifest, samples: Manifest) -> dict[str, Any]:
+    """Judge the completions of a sample step and choose among them."""
+    config, read = context.config, context.store.read
+    judgments = verdict.judge(read(samples.artifact("completions")), read(split.artifact("pairs")))
+    if config.method is Method.STAR_DPO:
+        unparsed = config.pairs.unparsed_rejected_share > 0
+        selected, dropped = select_sides(judgments, config.select, seed=config.seed, unparsed_rejected=unparsed)
+    else:
+        selected, dropped = select(judgments, config.select, seed=config.seed)
+    reasons = {one["values"]: one["counts"] for one in pc.value_counts(dropped["reason"]).to_pylist()}
+    return {
+        "tables": {"judgments": judgments, "selected": selected, "dropped": dropped},
+        "counts": {"in": judgments.num_rows, "kept": selected.num_rows, "dropped": reasons},
+    }
 
 
 def _rows(judgments: pa.Table) -> pl.DataFrame:

@@ -1,257 +1,196 @@
-"""Split the pairs: dev and test by a hash of the group, the rest into a bootstrap set and equal parts."""
+"""Read the pairs and the suites, drop what can't be used, and cut the rest: dev, test, warm start, one part an iteration."""
 
 from __future__ import annotations
 
-import hashlib
-import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from configs.run import RunConfig, Source, key_part
 from storage.errors import DataError, StepFailedError
-from storage.schema import SCHEMAS, Split, part
-from tasks.data.pairing import Reason
-from tasks.data.reading import prompt_keys
+from storage.inputs import InputFile, fetch_input
+from storage.manifest import Manifest
+from storage.schema import SCHEMAS, Order, Split, empty
+from storage.store import Store
+from tasks.data import division, formats, synthetic
+from tasks.data.reading import Reading, combine
+from tasks.engines.base import Template
+from tasks.judge import prompts
+from tasks.models import Model
+from tasks.step import Context, Step
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from configs.run import SplitConfig
-    from tasks.data.reading import Reading
-
-VERSION = 1  # part of the step keys: raise it when the same pairs are split otherwise
-
-HELD_OUT = (Split.DEV.value, Split.TEST.value)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Say which pairs may go where.
-
-    lengths: prompt tokens of each pair of the reading, of the longer of the two shown orders. budget: the most there
-    may be. suites: `pairs` of the evaluation suites; what they ask never trains. bootstrap_ids: the pairs that the warm
-    start can use (None: all); a group goes there only as a whole.
-    """
-
-    lengths: pa.Array | None = None
-    budget: int | None = None
-    suites: pa.Table | None = None
-    bootstrap_ids: pa.Array | None = None
+VERSION = 1
+GENERATOR = "generator"
 
 
 @dataclass(frozen=True)
-class Division:
-    """Hold the `splits` table (one row a source row) and the certificate that its sets are disjoint."""
+class Inputs:
+    """Hold the files of the sources by name, and the file of the warm start's rationales."""
 
-    splits: pa.Table
-    certificate: dict[str, Any]
-
-
-def split(reading: Reading, config: SplitConfig, *, parts: int, seed: int, limits: Limits | None = None) -> Division:
-    """Give each pair its split, whole groups together.
-
-    dev and test are the groups whose SHA-256 of (salt, group) falls below `config.test` or above 1 - `config.dev`: the
-    same for every seed, number of pairs and other rows, for ever. A training group that shares a prompt with dev, test
-    or a suite is dropped (`contaminated`). The others, in the order of a hash of (seed, salt, group), fill the
-    bootstrap set and then the parts. Raises DataError where the groups don't suffice.
-    """
-    limits = limits or Limits()
-    if config.dev + config.test >= 1:
-        raise DataError(f"split.dev + split.test is {config.dev + config.test:g}: leave something to train on.")
-    if limits.lengths is not None and limits.budget is not None:
-        reading = drop_too_long(reading, limits.lengths, limits.budget)
-    held_out = _held_out(reading.pairs, config)
-    reading, held_out = _drop_contaminated(reading, held_out, limits.suites)
-    training = _rank(reading.pairs, held_out, salt=config.salt, seed=seed, ready=limits.bootstrap_ids)
-    names = _fill_bootstrap(training, config.bootstrap)
-    rest = training.filter(~pl.col("group").is_in(list(names)))
-    names |= _fill_parts(rest, parts)
-    where = pl.DataFrame(reading.pairs.select(["group"])).select(
-        pl.coalesce(held_out, pl.col("group").replace_strict(names, default=None, return_dtype=pl.String))
-    )
-    splits = reading.assign(where.to_series())
-    return Division(splits, _certify(reading, splits))
+    files: Mapping[str, InputFile]
+    rationales: InputFile | None
 
 
-def drop_too_long(reading: Reading, lengths: pa.Array, budget: int) -> Reading:
-    """Drop pairs whose prompt is over the budget; the detail names the tokens and which response is the longer."""
-    sides = pl.DataFrame(reading.pairs.select(["response_a", "response_b", "gold"])).select(
-        a=pl.col("response_a").str.len_chars(), b=pl.col("response_b").str.len_chars(), gold="gold"
-    )
-    better = pl.when(gold_is_a := pl.col("gold") == "A").then("a").otherwise("b")
-    worse = pl.when(gold_is_a).then("b").otherwise("a")
-    longer = pl.when(better > worse).then(pl.lit("better longer")).when(better < worse).then(pl.lit("worse longer"))
-    frame = sides.with_columns(tokens=pl.Series(lengths.to_pylist(), dtype=pl.Int64)).select(
-        reason=pl.when(pl.col("tokens") > budget).then(pl.lit(Reason.TOO_LONG.value)),
-        detail=pl.concat_str("tokens", pl.lit(f" tokens of {budget}, "), longer.otherwise(pl.lit("as long"))),
-    )
-    return reading.drop(frame["reason"], frame["detail"])
+def fetch_sources(config: RunConfig, cache: Path) -> Inputs:
+    """Fetch every file that the config names, and its digest."""
+    sources = (*config.data.sources, *config.data.suites)
+    files = {one.name: fetch_input(one.path, cache) for one in sources if one.path is not None}
+    own = config.bootstrap is not None and config.bootstrap.rationales != GENERATOR
+    return Inputs(files, fetch_input(config.bootstrap.rationales, cache) if own and config.bootstrap else None)
 
 
-def suite_overlap(pairs: pa.Table, suite_pairs: pa.Table) -> pa.Array:
-    """Mark the pairs whose group holds a prompt, or is a group, of the suites (swapped twins share the prompt)."""
-    frame = pl.DataFrame({"group": _column(pairs, "group"), "prompt": pl.Series(prompt_keys(pairs))})
-    asked = pl.concat([_column(suite_pairs, "group"), pl.Series(prompt_keys(suite_pairs))]).unique().implode()
-    hit = frame.filter(pl.col("group").is_in(asked) | pl.col("prompt").is_in(asked))["group"]
-    return pa.array(frame["group"].is_in(hit.implode()).to_list(), pa.bool_())
-
-
-def shuffle_gold(pairs: pa.Table, splits: pa.Table, seed: int) -> pa.Table:
-    """Permute gold over the training pairs (bootstrap and parts): the control that nothing can be learnt from.
-
-    As many golds A as before; dev, test and dropped pairs keep theirs. Pair ids stay: gold isn't in them.
-    """
-    training = pl.DataFrame(splits).filter(_is_training())["pair_id"]
-    frame = pl.DataFrame(pairs.select(["pair_id", "gold"])).with_row_index("_at")
-    mine = frame.filter(pl.col("pair_id").is_in(training.implode())).sort("pair_id")
-    donors = mine.with_columns(rank=_hashes("shuffle", str(seed), values=mine["pair_id"])).sort("rank")
-    mine = mine.with_columns(gold=donors["gold"])
-    gold = frame.join(mine.select("_at", shuffled="gold"), on="_at", how="left", maintain_order="left").select(
-        pl.coalesce("shuffled", "gold")
-    )
-    column = gold.to_series().to_arrow().cast(SCHEMAS["pairs"].field("gold").type)
-    return pairs.set_column(pairs.schema.get_field_index("gold"), SCHEMAS["pairs"].field("gold"), column)
-
-
-def _column(table: pa.Table, name: str) -> pl.Series:
-    return pl.DataFrame(table.select([name])).to_series().cast(pl.String)
-
-
-def _is_training() -> pl.Expr:
-    return ~pl.col("split").is_in([*HELD_OUT, Split.DROPPED.value])
-
-
-def _hashes(*words: str, values: Iterable[str]) -> pl.Series:
-    """Give SHA-256 (hex) of the words and each value; no text of ours holds the null byte between them."""
-    start = hashlib.sha256("".join(f"{word}\0" for word in words).encode())
-    digests = []
-    for value in values:
-        digest = start.copy()
-        digest.update(value.encode())
-        digests.append(digest.hexdigest())
-    return pl.Series(digests, dtype=pl.String)
-
-
-def _held_out(pairs: pa.Table, config: SplitConfig) -> pl.Series:
-    """Give `dev`, `test` or null for each pair. Raising one share leaves the other set as it is."""
-    groups = _column(pairs, "group")
-    unique = groups.unique(maintain_order=True)
-    hashes = _hashes("held-out", config.salt, values=unique)
-    shares = pl.Series([int(digest[:13], 16) / 16**13 for digest in hashes], dtype=pl.Float64)
-    name = (
-        pl.when(pl.lit(shares) < config.test)
-        .then(pl.lit(Split.TEST.value))
-        .when(pl.lit(shares) >= 1 - config.dev)
-        .then(pl.lit(Split.DEV.value))
-    )
-    table = pl.DataFrame({"group": unique}).with_columns(split=name)
-    return groups.to_frame("group").join(table, on="group", how="left", maintain_order="left")["split"]
-
-
-def _drop_contaminated(reading: Reading, held_out: pl.Series, suites: pa.Table | None) -> tuple[Reading, pl.Series]:
-    training = held_out.is_null()
-    kept_out = reading.pairs.filter(pa.array((~training).to_list(), pa.bool_()))
-    marks = [("in dev or test", suite_overlap(reading.pairs, kept_out))]
-    if suites is not None:
-        marks.append(("in a suite", suite_overlap(reading.pairs, suites)))
-    detail = pl.select(
-        pl.coalesce(pl.when(pl.lit(training & pl.Series(mark))).then(pl.lit(words)) for words, mark in marks)
-    ).to_series()
-    reason = pl.select(pl.when(pl.lit(detail.is_not_null())).then(pl.lit(Reason.CONTAMINATED.value))).to_series()
-    return reading.drop(reason, detail), held_out.filter(reason.is_null())
-
-
-def _rank(pairs: pa.Table, held_out: pl.Series, *, salt: str, seed: int, ready: pa.Array | None) -> pl.DataFrame:
-    """Give the training groups in the order of their hash: group, size, ready (all its pairs are), rank."""
-    frame = pl.DataFrame(pairs.select(["pair_id", "group"])).filter(held_out.is_null())
-    ids = frame["pair_id"] if ready is None else pl.Series(ready.to_pylist(), dtype=pl.String)
-    frame = frame.with_columns(ready=pl.col("pair_id").is_in(ids.implode()))
-    groups = frame.group_by("group", maintain_order=True).agg(size=pl.len(), ready=pl.col("ready").all())
-    return groups.with_columns(rank=_hashes("rank", str(seed), salt, values=groups["group"])).sort("rank")
-
-
-def _fill_bootstrap(groups: pl.DataFrame, wanted: int) -> dict[str, str]:
-    """Take groups in order while they fit."""
-    usable = groups.filter("ready").select("group", "size")
-    taken: dict[str, str] = {}
-    room = wanted
-    for group, size in usable.iter_rows():
-        if size <= room:
-            taken[group] = Split.BOOTSTRAP.value
-            room -= size
-    if wanted and (not taken or usable["size"].sum() < wanted):
-        raise DataError(
-            f"split.bootstrap asks for {wanted} pairs, but {usable['size'].sum()} in {usable.height} groups can be "
-            "used for the warm start: lower it or give more pairs."
-        )
-    return taken
-
-
-def _fill_parts(groups: pl.DataFrame, parts: int) -> dict[str, str]:
-    """Give each group, large ones first, to the part with the fewest pairs so far."""
-    if groups.height < parts:
-        raise DataError(
-            f"{parts} iterations need {parts} groups of training pairs, but {groups.height} are left after dev, test, "
-            "bootstrap and what was dropped: give more pairs or run fewer iterations."
-        )
-    filled = [(0, number) for number in range(1, parts + 1)]
-    taken: dict[str, str] = {}
-    largest_first = groups.sort("size", "rank", descending=[True, False])
-    for group, size in largest_first.select("group", "size").iter_rows():
-        pairs, number = filled[0]
-        taken[group] = part(number)
-        heapq.heapreplace(filled, (pairs + size, number))
-    return taken
-
-
-def _certify(reading: Reading, splits: pa.Table) -> dict[str, Any]:
-    """Count the sets and check from the finished table that none shares a pair, a group or a prompt with another."""
-    groups = pl.DataFrame(reading.pairs.select(["pair_id", "group"])).with_columns(
-        prompt=pl.Series(prompt_keys(reading.pairs))
-    )
-    table = pl.DataFrame(splits)
-    placed = table.filter(pl.col("split") != Split.DROPPED.value).join(groups, on="pair_id", how="left").sort("split")
-    sizes = placed.group_by("split", maintain_order=True).agg(pairs=pl.len(), groups=pl.col("group").n_unique())
-    held_out = placed.filter(pl.col("split").is_in(HELD_OUT))["prompt"]
-    shared = {
-        "pair_ids": _shared(placed, "pair_id"),
-        "groups": _shared(placed, "group"),
-        "held_out_prompts": placed.filter(_is_training())["prompt"].is_in(held_out.unique().implode()).sum(),
+def split_step(config: RunConfig, base: Model, inputs: Inputs) -> Step:
+    """Name the step; the base model is an input because its tokenizer measures the pairs."""
+    digests = {name: file.sha256 for name, file in inputs.files.items()}
+    parts = {
+        "data": key_part(config.data),
+        "split": key_part(config.split),
+        "iterations": config.iterations,
+        "seed": config.seed,
+        "order": str(config.sample.order),
+        "prompt": prompts.prompt_digest(config.prompt),
+        "template_kwargs": config.model.template_kwargs,
+        "engine": str(config.engine.kind),
+        "budget": config.model.max_len - config.sample.max_tokens,
+        "versions": [formats.VERSION, division.VERSION, synthetic.VERSION, prompts.VERSION],
+        "bootstrap": GENERATOR if config.bootstrap and inputs.rationales is None else None,
     }
-    if placed.height != reading.pairs.num_rows or any(shared.values()):
-        raise StepFailedError(
-            f"The split is not disjoint ({shared}; {placed.height} of {reading.pairs.num_rows} pairs placed): "
-            "nothing was committed; report this."
-        )
+    rationales = inputs.rationales.sha256 if inputs.rationales else None
+    return Step("split", VERSION, {"model": base.digest, "rationales": rationales, **digests}, parts)
+
+
+def make_split(context: Context, inputs: Inputs, template: Template) -> dict[str, Any]:
+    """Give pairs, splits and rationales; the certificate of disjointness goes into the manifest."""
+    config = context.config
+    budget = config.model.max_len - config.sample.max_tokens
+    reading = combine([_read(source, inputs) for source in config.data.sources])
+    suites = {source.name: _read(source, inputs) for source in config.data.suites}
+    rationales = _rationales(config, reading, inputs)
+    limits = division.Limits(
+        lengths=prompt_lengths(reading.pairs, config, template),
+        budget=budget,
+        suites=pa.concat_tables([one.pairs for one in suites.values()]) if suites else None,
+        bootstrap_ids=rationales.column("pair_id").combine_chunks() if config.bootstrap else None,
+    )
+    divided = division.split(reading, config.split, parts=config.iterations, seed=config.seed, limits=limits)
+    shuffle = config.data.shuffle_gold
+    pairs = [division.shuffle_gold(reading.pairs, divided.splits, config.seed) if shuffle else reading.pairs]
+    for name, suite in suites.items():
+        fitting = division.drop_too_long(suite, prompt_lengths(suite.pairs, config, template), budget)
+        pairs.append(fitting.pairs)
+        divided = division.add_suite(divided, fitting, name)
     return {
-        "version": VERSION,
-        "pairs": dict(sizes.select("split", "pairs").iter_rows()),
-        "groups": dict(sizes.select("split", "groups").iter_rows()),
-        "shared": shared,
-        "digests": {str(name): _digest(ids) for (name,), ids in placed.group_by("split", maintain_order=True)},
-        "too_long": _too_long(table),
-        "dropped": dict(table["reason"].drop_nulls().value_counts().sort("reason").iter_rows()),
+        "tables": {"pairs": _placed(pa.concat_tables(pairs), divided.splits), "splits": divided.splits, "rationales": rationales},
+        "counts": _counts(divided.splits),
+        "facts": {"certificate": divided.certificate},
     }
 
 
-def _shared(placed: pl.DataFrame, column: str) -> int:
-    """Count values that occur in more than one split (pair ids: that occur twice at all)."""
-    seen = pl.len() if column == "pair_id" else pl.col("split").n_unique()
-    return placed.group_by(column).agg(seen=seen).filter(pl.col("seen") > 1).height
+def _placed(pairs: pa.Table, splits: pa.Table) -> pa.Table:
+    """Keep the pairs that are in a set, once each: a suite may hold a pair that training lost to it."""
+    placed = splits.filter(pc.not_equal(splits["split"], str(Split.DROPPED))).column("pair_id").combine_chunks()
+    first = pl.DataFrame(pairs.select(["pair_id"])).to_series().is_first_distinct().to_arrow()
+    return pairs.filter(pc.and_(first, pc.is_in(pairs["pair_id"], placed)))
 
 
-def _digest(rows: pl.DataFrame) -> str:
-    return hashlib.sha256("\n".join(rows["pair_id"].sort()).encode()).hexdigest()
+def _read(source: Source, inputs: Inputs) -> Reading:
+    if source.generator is None:
+        return formats.read_pairs(inputs.files[source.name].path, name=source.name)
+    made = source.generator
+    try:
+        table = synthetic.generate(made.categories, made.count, seed=made.seed)
+    except ValueError as error:
+        raise DataError(f"data source {source.name}: {error}") from error
+    return formats.read_pairs(table, name=source.name)
 
 
-def _too_long(table: pl.DataFrame) -> dict[str, dict[str, int]]:
-    """Count the pairs over the budget by source and by longer response."""
-    rows = table.filter(pl.col("reason") == Reason.TOO_LONG.value)
-    side = pl.col("detail").str.split(", ").list.last()
-    counts = rows.group_by("source", side.alias("side")).len().sort("source", "side")
-    found: dict[str, dict[str, int]] = {}
-    for source, longer, count in counts.iter_rows():
-        found.setdefault(source, {})[longer] = count
-    return found
+def prompt_lengths(pairs: pa.Table, config: RunConfig, template: Template) -> pa.Array:
+    """Count the prompt tokens of each pair, in the order that makes the longer prompt."""
+    lengths = []
+    for order in Order:
+        rendered = prompts.render(pairs, [str(order)] * pairs.num_rows, config.prompt)
+        lengths.append([len(ids) for ids in template.prompts(rendered.column("prompt").to_pylist())])
+    return pa.array([max(both) for both in zip(*lengths, strict=True)], pa.int64())
+
+
+def _rationales(config: RunConfig, reading: Reading, inputs: Inputs) -> pa.Table:
+    """Give a rationale for each pair that has one, in the order in which the pair is shown."""
+    if config.bootstrap is None:
+        return empty("rationales")
+    extras, pairs = (reading.extras, reading.pairs) if inputs.rationales is None else _read_rationales(inputs.rationales)
+    if "rationale" not in extras.column_names:
+        raise DataError("bootstrap.rationales: no source has a column `rationale`; name a file that has one, or a generator source")
+    ids = extras.column("pair_id").to_pylist()
+    shown = prompts.shown_order(config.seed, ids)
+    texts = extras.column("rationale").to_pylist()
+    swapped = extras.column("rationale_swapped").to_pylist() if "rationale_swapped" in extras.column_names else [None] * len(ids)
+    rows = []
+    for pair_id, order, text, other in zip(ids, shown, texts, swapped, strict=True):
+        if order == Order.BA and other:
+            rows.append((pair_id, str(Order.BA), other))
+        elif text:
+            rows.append((pair_id, str(Order.AB), text))
+    columns = list(zip(*rows, strict=True)) or [[], [], []]
+    return pa.table([list(column) for column in columns], schema=SCHEMAS["rationales"])
+
+
+def _read_rationales(file: InputFile) -> tuple[pa.Table, pa.Table]:
+    reading = formats.read_pairs(file.path, name="rationales")
+    return reading.extras, reading.pairs
+
+
+def _counts(splits: pa.Table) -> dict[str, Any]:
+    reasons = pc.value_counts(splits.column("reason").drop_null()).to_pylist()
+    dropped = {one["values"]: one["counts"] for one in reasons}
+    return {"in": splits.num_rows, "kept": splits.num_rows - sum(dropped.values()), "dropped": dropped}
+
+
+@dataclass(frozen=True)
+class SplitView:
+    """Read the pairs of a committed split by the name of their set."""
+
+    store: Store
+    manifest: Manifest
+
+    @cached_property
+    def _joined(self) -> tuple[pa.Table, pa.Table]:
+        read = self.store.read
+        pairs = read(self.manifest.artifact("pairs")).sort_by("pair_id")
+        splits = read(self.manifest.artifact("splits"), columns=["source", "pair_id", "split"])
+        return pairs, splits
+
+    @property
+    def certificate(self) -> Mapping[str, Any]:
+        """Give sizes and digests of the sets."""
+        found: Mapping[str, Any] = self.manifest.facts["certificate"]
+        return found
+
+    @property
+    def suites(self) -> Sequence[str]:
+        """Name what a checkpoint is evaluated on beside dev: test and the suites."""
+        training = {str(Split.DEV), str(Split.BOOTSTRAP)}
+        return [name for name in self.certificate["pairs"] if name not in training and not name.startswith("part-")]
+
+    def digest(self, name: str) -> str:
+        """Give the digest of a set's pair ids; a set without pairs has one too."""
+        return str(self.certificate["digests"].get(name, "none"))
+
+    def pairs(self, name: str) -> pa.Table:
+        """Give the pairs of a set, sorted by id."""
+        pairs, splits = self._joined
+        ids = splits.filter(pc.equal(splits["split"], str(name))).column("pair_id").combine_chunks()
+        return pairs.filter(pc.is_in(pairs["pair_id"], ids))
+
+
+def committed_split(context: Context, key: str) -> SplitView:
+    """Open the split of a run; StepFailedError where it was voided since."""
+    manifest = context.store.manifest(key)
+    if manifest is None:
+        raise StepFailedError(f"step {key[:12]} (split) is not committed any more; resume the run to make it again")
+    return SplitView(context.store, manifest)

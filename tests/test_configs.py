@@ -480,7 +480,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_what_is_written_is_read_back(values):
     document = parse(write(values), name="x", layer=0)
     assert document.problems == []
@@ -507,7 +507,7 @@ OVERRIDES = st.fixed_dictionaries(
 
 
 @given(OVERRIDES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_overrides_and_shown_configs_round_trip(tmp_path_factory, overrides):
     folder = tmp_path_factory.getbasetemp()
     minimal = written(folder, MINIMAL, "minimal.yaml")

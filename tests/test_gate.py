@@ -63,7 +63,7 @@ def test_better_and_equal_go_on() -> None:
     ("lost", "looks", "decision"), [(4, 1, "go"), (5, 1, "stop"), (5, 3, "go"), (6, 3, "stop"), (6, 4, "go")]
 )
 def test_alpha_is_divided_by_the_looks(lost: int, looks: int, decision: str) -> None:
-    """A loss in `lost` pairs and no gain has p = 2^-lost: 0.031 for 5, 0.0156 for 6; the limits are 0.05, 0.0167, 0.0125."""
+    """A loss in `lost` pairs and no gain has p = 2^-lost: 0.031 for 5, 0.0156 for 6; limits 0.05, 0.0167, 0.0125."""
     made = gate(scores([0.0] * lost + [1.0] * 50), scores([1.0] * (lost + 50)), looks)
     assert (made.decision, made.p) == (decision, pytest.approx(2.0**-lost))
 

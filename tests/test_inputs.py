@@ -174,7 +174,7 @@ def test_missing_objects_buckets_and_folders_are_told_apart(bucket: object, tmp_
     with pytest.raises(StoreError, match=rf"s3://nobucket/x\.jsonl: there is no bucket 'nobucket' at {s3}"):
         fetch_input("s3://nobucket/x.jsonl", tmp_path)
     for url in ("s3://data/folder", "s3://data/folder/", "s3://data", "s3://"):
-        with pytest.raises(DataError, match="folder|names no object"):
+        with pytest.raises(DataError, match=r"folder|names no object"):
             fetch_input(url, tmp_path)
 
 

@@ -126,7 +126,7 @@ def test_each_right_one_is_used_once_before_any_twice() -> None:
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.1, 0), (0.2, 2), (0.5, 8), (1.0, 8)])
 def test_the_share_of_unparsed_rejected_is_capped(share: float, expected: int) -> None:
-    kinds = [(f"w{one}", "cw") for one in range(8)] + [(f"u{one}", "cu"[:2]) for one in range(8)]
+    kinds = [(f"w{one}", "cw") for one in range(8)] + [(f"u{one}", "cu") for one in range(8)]
     rows, unused = dpo(kinds, unparsed_rejected_share=share)
     without = [row for row in rows if read(text(row, "rejected")).outcome is None]
     if share == 0.1:
@@ -134,6 +134,13 @@ def test_the_share_of_unparsed_rejected_is_capped(share: float, expected: int) -
     assert len(without) == expected
     assert len(rows) == 8 + expected
     assert unused == ({"unparsed_cap": 2 * (8 - expected)} if expected < 8 else {})
+
+
+def test_the_cap_is_reached_exactly() -> None:
+    """0.7 of 10 rows are 7, though 0.7 * 3 / 0.3 is a little less in floating point."""
+    kinds = [*((f"w{one}", "cw") for one in range(3)), *((f"u{one}", "cu") for one in range(9))]
+    rows, _ = dpo(kinds, unparsed_rejected_share=0.7)
+    assert len(rows) == 10
 
 
 def test_unparsed_is_rejected_only_where_wrong_ones_do_not_suffice() -> None:

@@ -83,10 +83,11 @@ def test_every_subset_has_every_metric() -> None:
 def test_pair_scores() -> None:
     _, scores = score.score(*two_pairs(), suite="s")
     assert scores.schema == SCHEMAS["pair_scores"]
-    assert scores.to_pylist() == [
-        {"suite": "s", "pair_id": "p", "group": "p", "subset": "x", "forced_choice": 0.5, "free_text": 0.5, "consistent": False},
-        {"suite": "s", "pair_id": "q", "group": "q", "subset": "y", "forced_choice": 0.5, "free_text": 1.0, "consistent": True},
-    ]  # fmt: skip
+    assert scores.column("suite").to_pylist() == ["s", "s"]
+    assert [tuple(row.values())[1:] for row in scores.to_pylist()] == [
+        ("p", "p", "x", 0.5, 0.5, False),
+        ("q", "q", "y", 0.5, 1.0, True),
+    ]
 
 
 def test_unparsed_is_not_right_and_shown_apart() -> None:
@@ -114,6 +115,13 @@ def test_all_right_has_a_width() -> None:
     row = measured(table("judgments", rows), table("pairs", [pair(f"p{one}") for one in range(30)]))["", "free_text"]
     assert (row["value"], row["high"]) == (1.0, 1.0)
     assert row["low"] == pytest.approx(0.8865, abs=1e-4)
+
+
+def test_tokens_are_never_below_zero() -> None:
+    rows = [judgment("p", "correct", n_tokens=1), judgment("q", "correct", n_tokens=200)]
+    row = measured(table("judgments", rows), table("pairs", [pair("p"), pair("q")]))["", "rationale_tokens"]
+    assert (row["value"], row["low"]) == (100.5, 0.0)
+    assert row["high"] > 200
 
 
 def test_what_was_not_read_is_null() -> None:

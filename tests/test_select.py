@@ -121,12 +121,13 @@ def test_sides_in_the_band() -> None:
 
 
 def test_sides_are_balanced_by_whole_pairs() -> None:
-    rows = [row for one in range(9) for row in samples(f"a{one}", "ccw")]
+    rows = [row for one in range(9) for row in samples(f"a{one}", ("ccw", "wcc")[one % 2])]
     for row in samples("b", "cww"):
         rows.append(row | {"verdict": "B" if row["status"] == "correct" else "A"})
     selected, reasons = sides(rows, balance=True)
     assert Counter(name[0] for name, _, _ in ids(selected)) == {"a": 3, "b": 3}
     assert reasons == {"balance": 24}
+    assert sides(rows[:27], balance=True)[0].num_rows == 0
 
 
 def test_no_rows() -> None:

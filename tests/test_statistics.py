@@ -67,6 +67,13 @@ def test_nothing_and_one_cluster() -> None:
     assert statistics.clustered([3], [4], bounded=False).low is None
 
 
+def test_few_clusters_widen_the_interval() -> None:
+    """By hand: 4 clusters of 25 with 20, 15, 15, 10 right; variance 50 / 100^2 * 4 / 3, t(99) = 1.9842, t(3) = 3.1824."""
+    found = statistics.clustered([20, 15, 15, 10], [25] * 4)
+    size = 100 / 99 * 0.6 * 0.4 / (50 / 100**2 * 4 / 3) * (1.9842 / 3.1824) ** 2
+    assert (found.low, found.high) == pytest.approx(statistics.wilson(0.6, size), abs=1e-4)
+
+
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98])
 def test_intervals_cover_in_clusters(share: float) -> None:
     """Simulate 400 suites of 60 clusters of 3 correlated rows (seeded): near 95 % of the intervals hold the truth."""

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from storage import layout, record
+from storage.digest import canonical_json, digest_bytes
 from storage.errors import CorruptArtifactError, StoreError
 from storage.store import Store, open_store
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 @pytest.fixture
 def store(store_url: str, tmp_path: Path) -> Store:
     return open_store(store_url, cache=tmp_path / "cache")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "local"), cache=tmp_path / "cache")
 
 
 @pytest.fixture
@@ -64,44 +70,43 @@ def test_equal_files_are_one_checkpoint_and_other_weights_another(store: Store, 
 
 
 @pytest.mark.parametrize("name", ["training_args.bin", "optimizer.pt", "rng_state.pth", "model.pkl", ".hidden.json"])
-def test_pickles_and_strangers_are_refused(store: Store, raw: Raw, folder: Path, name: str) -> None:
+def test_pickles_and_strangers_are_refused(local: Store, folder: Path, name: str) -> None:
     """Trap 33: trainers drop pickles beside the weights; none gets into the store."""
     (folder / name).write_bytes(pickle.dumps({"lr": 1}))
-    before = raw.keys()
     with pytest.raises(StoreError, match=name.replace(".", r"\.")):
-        store.put_checkpoint(folder)
-    assert raw.keys() == before
+        local.put_checkpoint(folder)
+    assert list(local.backend.folders("checkpoints/")) == []
 
 
-def test_a_pickle_under_the_name_of_weights_is_refused(store: Store, folder: Path) -> None:
+def test_a_pickle_under_the_name_of_weights_is_refused(local: Store, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(pickle.dumps({"lr": list(range(100))}))
     with pytest.raises(StoreError, match="not a whole safetensors file"):
-        store.put_checkpoint(folder)
+        local.put_checkpoint(folder)
 
 
-def test_cut_weights_broken_json_links_folders_and_nothing_are_refused(store: Store, folder: Path) -> None:
+def test_cut_weights_broken_json_links_folders_and_nothing_are_refused(local: Store, folder: Path) -> None:
     """Trap 6: a half-written checkpoint is none."""
     whole = (folder / "model.safetensors").read_bytes()
     for data in (whole[:-1], whole + b"x", whole[:20], b""):
         (folder / "model.safetensors").write_bytes(data)
         with pytest.raises(StoreError, match="not a whole safetensors file"):
-            store.put_checkpoint(folder)
+            local.put_checkpoint(folder)
     (folder / "model.safetensors").write_bytes(whole)
     (folder / "config.json").write_text('{"hidden')
     with pytest.raises(StoreError, match=r"config.json is not JSON"):
-        store.put_checkpoint(folder)
+        local.put_checkpoint(folder)
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/etc/hostname")
     with pytest.raises(StoreError, match="not a plain file"):
-        store.put_checkpoint(folder)
+        local.put_checkpoint(folder)
     (folder / "config.json").unlink()
     (folder / "sub.json").mkdir()
     with pytest.raises(StoreError, match="not a plain file"):
-        store.put_checkpoint(folder)
+        local.put_checkpoint(folder)
     (folder / "sub.json").rmdir()
     (folder / "model.safetensors").unlink()
     with pytest.raises(StoreError, match=r"no .safetensors file"):
-        store.put_checkpoint(folder)
+        local.put_checkpoint(folder)
 
 
 def test_a_flipped_byte_and_a_missing_file_are_refused(store: Store, raw: Raw, folder: Path, tmp_path: Path) -> None:
@@ -130,21 +135,21 @@ def test_a_changed_index_is_refused(store: Store, raw: Raw, folder: Path, monkey
 
 
 @pytest.mark.parametrize("name", ["run.pkl", "../model.safetensors", "/etc/passwd", "index.json"])
-def test_a_poisoned_index_writes_nothing(store: Store, raw: Raw, tmp_path: Path, name: str) -> None:
-    poison: dict[str, Any] = {"files": [{"name": name, "bytes": 1, "sha256": record.digest_json(1)}]}
-    index = record.canonical_json(poison)
-    digest = record.digest_bytes(index)
-    raw.write(layout.checkpoint_index(digest), index)
+def test_a_poisoned_index_writes_nothing(local: Store, tmp_path: Path, name: str) -> None:
+    poison: dict[str, Any] = {"files": [{"name": name, "bytes": 1, "sha256": digest_bytes(b"x")}]}
+    index = canonical_json(poison)
+    digest = digest_bytes(index)
+    local.backend.put_new(layout.checkpoint_index(digest), index)
     with pytest.raises(StoreError, match=r"no place in a checkpoint|can't be a name"):
-        store.fetch_checkpoint(digest)
+        local.fetch_checkpoint(digest)
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
 def test_a_planted_pickle_with_a_right_digest_is_refused(store: Store, raw: Raw) -> None:
     data = pickle.dumps(print)
-    poison = {"files": [{"name": "model.safetensors", "bytes": len(data), "sha256": record.digest_bytes(data)}]}
-    index = record.canonical_json(poison)
-    digest = record.digest_bytes(index)
+    poison = {"files": [{"name": "model.safetensors", "bytes": len(data), "sha256": digest_bytes(data)}]}
+    index = canonical_json(poison)
+    digest = digest_bytes(index)
     raw.write(layout.checkpoint_index(digest), index)
     raw.write(layout.checkpoint(digest, "model.safetensors"), data)
     with pytest.raises(StoreError, match="not a whole safetensors file"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pytest
 from tiny_model import tiny_tokenizer
 from training_rows import KWARGS, request, right, sft_rows
@@ -15,8 +16,6 @@ from tasks.training.rows import encode_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pyarrow as pa
 
 END = 1  # <|im_end|>, which also pads
 
@@ -33,7 +32,7 @@ def _with(side: str, row: int, text: str, rows: pa.Table) -> pa.Table:
     messages = rows[side].to_pylist()
     messages[row] = [{"role": "assistant", "content": text}]
     place = rows.schema.get_field_index(side)
-    return rows.set_column(place, rows.schema.field(side), [messages])
+    return rows.set_column(place, side, pa.array(messages, rows.schema.field(side).type))
 
 
 def test_prompt_ids_are_the_engines_and_the_answer_ends_with_the_end_of_turn(base: Path, tmp_path: Path) -> None:

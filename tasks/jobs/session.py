@@ -229,9 +229,9 @@ class Session:
     def _gate(self, dev: Manifest) -> Manifest:
         before = self.context.store.manifest(self.plan.previous) if self.plan.previous else None
         step = gate.gate_step(self.config, dev, before)
-        read = self.context.store.read
+        store = self.context.store
         return self.context.ensure(
-            step, lambda: gate.make_gate(self.config, read, dev, before), iteration=self.plan.checkpoint
+            step, lambda: gate.make_gate(self.config, store, dev, before), iteration=self.plan.checkpoint
         )
 
 

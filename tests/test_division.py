@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import tasks.split
+import tasks.data.division
 from configs.run import SplitConfig
 from storage.errors import DataError, StepFailedError
 from storage.schema import SCHEMAS
 from tasks.data.formats import Reading, combine, read_pairs
-from tasks.split import Limits, drop_too_long, shuffle_gold, split, suite_overlap
+from tasks.data.division import Limits, drop_too_long, shuffle_gold, split, suite_overlap
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 CONFIG = SplitConfig(dev=0.1, test=0.1, bootstrap=10)
@@ -178,9 +178,9 @@ def test_certificate_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     names = pa.array((["dev", "part-1"] * 10), pa.large_string())
     splits = source.ledger.set_column(3, SCHEMAS["splits"].field("split"), names)
     with pytest.raises(StepFailedError, match="'groups': 10, 'held_out_prompts': 10"):
-        tasks.split._certify(source, splits)
+        tasks.data.division._certify(source, splits)
     with pytest.raises(StepFailedError, match="10 of 20 pairs placed"):
-        tasks.split._certify(source, splits.slice(0, 10))
+        tasks.data.division._certify(source, splits.slice(0, 10))
 
 
 def test_shuffled_gold_stays_in_training_and_keeps_its_balance() -> None:
@@ -211,7 +211,7 @@ def test_golden() -> None:
     shuffled = shuffle_gold(source.pairs, division.splits, 1)["gold"].to_pylist()
     content = json.dumps([division.splits.to_pylist(), division.certificate, shuffled], sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()
-    assert (tasks.split.VERSION, digest[:16]) == (1, "007c14aa1e60dcc1"), (
+    assert (tasks.data.division.VERSION, digest[:16]) == (1, "007c14aa1e60dcc1"), (
         "the same pairs are split otherwise: bump VERSION in tasks/split.py"
     )
 
