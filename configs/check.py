@@ -199,7 +199,7 @@ def _engine(config: RunConfig) -> Found:
     if served and config.train.lora and config.train.lora.r > VLLM_MAX_LORA_RANK:
         yield (
             "train.lora.r",
-            f"{config.train.lora.r} is over what vLLM serves; use {VLLM_MAX_LORA_RANK} or less, or engine.adapter=merge",
+            f"{config.train.lora.r} is over vLLM's limit; use at most {VLLM_MAX_LORA_RANK}, or engine.adapter=merge",
         )
 
 

@@ -24,7 +24,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Name a table of a declared schema; `digest` is over its rows in order, not over its files' bytes."""
+    """Name a table of a declared schema; `digest` is over its rows in order, not its files' bytes."""
 
     name: str
     rows: int
@@ -48,7 +48,7 @@ class Manifest:
     """Record a committed attempt of a step.
 
     `inputs` maps names to digests, `key_parts` is what the key was hashed from, `counts` is
-    `{"in": n, "kept": n, "dropped": {reason: n}}` or empty, `facts` is JSON about how it came to be and decides nothing.
+    `{"in": n, "kept": n, "dropped": {reason: n}}` or empty, `facts` is JSON about how it came to be: it decides nothing.
     """
 
     key: str
@@ -76,6 +76,8 @@ def check_counts(counts: Mapping[str, Any], where: str) -> None:
     """Raise StepFailedError unless rows in = rows kept + rows dropped; empty counts claim nothing."""
     if not counts:
         return
+    if not {"in", "kept"} <= set(counts) <= {"in", "kept", "dropped"}:
+        raise StepFailedError(f"{where}: counts have 'in', 'kept' and 'dropped', not {sorted(counts)}; mend the step")
     dropped = sum(counts.get("dropped", {}).values())
     if counts["in"] != counts["kept"] + dropped:
         raise StepFailedError(

@@ -16,7 +16,7 @@ from storage.errors import CommitUnknownError, CorruptArtifactError, StoreError
 from storage.s3_calls import Patience, S3Calls, TakenError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*?))?/?")
@@ -205,7 +205,7 @@ class S3Backend:
             self._abort(upload)
             raise
 
-    def _complete(self, upload: dict[str, Any], parts: list[dict[str, Any]], *, key: str, size: int) -> None:
+    def _complete(self, upload: dict[str, Any], parts: Sequence[dict[str, Any]], *, key: str, size: int) -> None:
         try:
             self._calls.call("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts})
         except NotFoundError:  # an earlier try was applied and its answer lost, or upload and object are both gone

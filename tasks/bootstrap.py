@@ -8,7 +8,7 @@ from configs.run import RunConfig
 from storage.manifest import Manifest
 from storage.schema import Split
 from tasks import pairs
-from tasks.judge import prompts
+from tasks.judge import prompts, verdict
 from tasks.split import committed_split
 from tasks.step import Context, Step
 
@@ -18,7 +18,7 @@ VERSION = 1
 def bootstrap_step(config: RunConfig, split: Manifest) -> Step:
     """Name the step by the rationales, which the split step stored beside the pairs."""
     inputs = {name: split.artifacts[name].digest for name in ("pairs", "splits", "rationales")}
-    parts = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "rows": pairs.VERSION, "seed": config.seed}
+    parts = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "rows": pairs.VERSION, "parser": verdict.VERSION, "seed": config.seed}
     return Step("bootstrap", VERSION, inputs, parts)
 
 

@@ -118,7 +118,11 @@ def pairs_step(
     parts: dict[str, Any] = {"artifact": name, "seed": config.seed, "data": config.pairs.data}
     if name == "dpo":
         parts["pairs"] = key_part(config.pairs)
-    versions = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "parser": verdict.VERSION}
+    versions = {
+        "prompt": prompts.prompt_digest(config.prompt),
+        "prompt_version": prompts.VERSION,
+        "parser": verdict.VERSION,
+    }
     return Step("pairs", VERSION, inputs, {**parts, **versions})
 
 

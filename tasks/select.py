@@ -50,7 +50,7 @@ def select(judgments: pa.Table, config: SelectConfig, *, seed: int) -> tuple[pa.
     if config.keep_per_pair is not None:
         rows = _keep(rows, config.keep_per_pair, seed)
     if config.balance:
-        rows = _balance(rows, JUDGMENT_ID, seed)
+        rows = _balance(rows, "row", seed)
     return _parted(rows)
 
 
@@ -67,10 +67,10 @@ def select_sides(
     usable = pl.col("status").is_in([one.value for one in sides])
     rows = _rows(judgments).with_columns(pl.when(~usable).then("status").alias("reason"))
     rows = _set(rows, _band(config))
-    chosen, rejected = (_OPEN & _RIGHT).any().over(BY_ORDER), (_OPEN & ~_RIGHT).any().over(BY_ORDER)
+    chosen, rejected = (_OPEN & _RIGHT).any().over("asked"), (_OPEN & ~_RIGHT).any().over("asked")
     rows = _set(rows, pl.when(~chosen).then(pl.lit(Reason.NO_RIGHT)).when(~rejected).then(pl.lit(Reason.NO_WRONG)))
     if config.balance:
-        rows = _balance(rows, BY_ORDER, seed)
+        rows = _balance(rows, "asked", seed)
     return _parted(rows)
 
 
@@ -100,7 +100,9 @@ def make_selection(context: Context, split: Manifest, samples: Manifest) -> dict
 
 
 def _rows(judgments: pa.Table) -> pl.DataFrame:
-    return frames.frame(judgments.select([*JUDGMENT_ID, "verdict", "status"]))
+    """Take the columns that decide; number the rows (`row`) and their pair, checkpoint and order (`asked`)."""
+    rows = frames.frame(judgments.select([*JUDGMENT_ID, "verdict", "status"]))
+    return frames.numbered(rows, BY_ORDER, "asked").with_row_index("row")
 
 
 def _set(rows: pl.DataFrame, reason: pl.Expr) -> pl.DataFrame:
@@ -109,7 +111,7 @@ def _set(rows: pl.DataFrame, reason: pl.Expr) -> pl.DataFrame:
 
 
 def _band(config: SelectConfig) -> pl.Expr:
-    share = _RIGHT.filter(~pl.col("hinted")).mean().over(BY_ORDER)
+    share = _RIGHT.filter(~pl.col("hinted")).mean().over("asked")
     return (
         pl.when(share < config.min_right)
         .then(pl.lit(Reason.TOO_HARD))
@@ -122,26 +124,22 @@ def _keep(rows: pl.DataFrame, most: int, seed: int) -> pl.DataFrame:
     """Keep `most` rows a pair, checkpoint and order, drawn by lot."""
     left = rows.filter(_OPEN)
     left = left.with_columns(draw.lots(left, seed, purpose="keep")).sort("lot", *JUDGMENT_ID)
-    spare = left.filter(pl.int_range(pl.len()).over(BY_ORDER) >= most)
-    return _drop(rows, spare, JUDGMENT_ID, Reason.ENOUGH)
+    spare = left.filter(pl.int_range(pl.len()).over("asked") >= most)
+    return _drop(rows, spare, "row", Reason.ENOUGH)
 
 
-def _balance(rows: pl.DataFrame, unit: tuple[str, ...], seed: int) -> pl.DataFrame:
+def _balance(rows: pl.DataFrame, unit: str, seed: int) -> pl.DataFrame:
     """Drop units (rows, or all rows of a pair and order) of the commoner right verdict by lot, to exactly as many."""
     left = rows.filter(_OPEN & _RIGHT).unique(unit, keep="any")
-    lots = (
-        draw.lots(left, seed, purpose="balance")
-        if unit == JUDGMENT_ID
-        else draw.group_lots(left, seed, purpose="balance")
-    )
-    left = left.with_columns(lots).sort("lot", *unit)
+    lots, ids = (draw.lots, JUDGMENT_ID) if unit == "row" else (draw.group_lots, BY_ORDER)
+    left = left.with_columns(lots(left, seed, purpose="balance")).sort("lot", *ids)
     rarer = min(left.filter(pl.col("verdict") == letter).height for letter in "AB")
     return _drop(rows, left.filter(pl.int_range(pl.len()).over("verdict") >= rarer), unit, Reason.BALANCE)
 
 
-def _drop(rows: pl.DataFrame, spare: pl.DataFrame, unit: tuple[str, ...], reason: Reason) -> pl.DataFrame:
-    marks = spare.select(*unit, pl.lit(reason.value).alias("mark"))
-    return _set(rows.join(marks, on=unit, how="left", maintain_order="left"), pl.col("mark")).drop("mark")
+def _drop(rows: pl.DataFrame, spare: pl.DataFrame, unit: str, reason: Reason) -> pl.DataFrame:
+    marked = pl.col(unit).is_in(spare[unit].implode())
+    return _set(rows, pl.when(marked).then(pl.lit(reason.value)))
 
 
 def _parted(rows: pl.DataFrame) -> tuple[pa.Table, pa.Table]:

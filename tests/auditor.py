@@ -1,4 +1,4 @@
-"""Check what lies in a store, using nothing of `storage/`: every record, chain, file and digest, and that nothing else is there."""
+"""Check what lies in a store, using nothing of `storage/`: records, chains, files, digests and nothing else."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Audit:
 
 
 def audit(raw: Raw) -> Audit:
-    """Assert the invariants of a store: payload names tell their bytes, manifests name whole files, logs are chained."""
+    """Assert what a store promises: names tell their bytes, manifests name whole files, logs are chained."""
     found = Audit()
-    keys = [key for key in raw.keys() if not any(part.startswith(".") for part in key.split("/"))]
+    keys = [key for key in raw.listing() if not any(part.startswith(".") for part in key.split("/"))]
     foreign = [key for key in keys if not _KEYS.fullmatch(key)]
     assert foreign == []
     for key in keys:

@@ -36,7 +36,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Choose requests by method and by a pattern found in path and query; `skip` the first, at most `times`, by `chance`."""
+    """Choose requests by method and a pattern in path and query: after `skip`, at most `times`, by `chance`."""
 
     action: Action
     method: str = "GET|PUT|POST|HEAD|DELETE"
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reset()
         return self._answer(*answer, fault=fault)
 
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = relay  # noqa: N815
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = relay
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -144,22 +144,26 @@ class _Handler(BaseHTTPRequestHandler):
         data = answer.read()
         upstream.close()
         dropped = {"connection", "transfer-encoding"} | ({"content-length"} if self.command != "HEAD" else set())
-        return answer.status, [(name, value) for name, value in answer.getheaders() if name.lower() not in dropped], data
+        return (
+            answer.status,
+            [(name, value) for name, value in answer.getheaders() if name.lower() not in dropped],
+            data,
+        )
 
     def _refuse(self, fault: Fault) -> None:
         xml = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
         self._answer(fault.status, [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else xml)
 
-    def _answer(
-        self, status: int, headers: list[tuple[str, str]], data: bytes, *, fault: Fault | None = None
-    ) -> None:
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, *, fault: Fault | None = None) -> None:
         action = fault.action if fault else None
         sent = self.server.flip(data) if action is Action.FLIP_ANSWER else data
         if action in {Action.RESET_MIDWAY, Action.CUT_SHORT, Action.CUT_TOLD}:
             sent = data[: len(data) // 2]
         told = len(sent) if action is Action.CUT_TOLD else len(data)
         lines = [f"HTTP/1.1 {status} {http.client.responses.get(status, '')}", *(f"{n}: {v}" for n, v in headers)]
-        if status not in {204, 304} and (self.command != "HEAD" or not any(n.lower() == "content-length" for n, _ in headers)):
+        if status not in {204, 304} and (
+            self.command != "HEAD" or not any(n.lower() == "content-length" for n, _ in headers)
+        ):
             lines.append(f"Content-Length: {told}")
         self.wfile.write("\r\n".join([*lines, "", ""]).encode())
         if fault and action is Action.STALL:

@@ -68,10 +68,16 @@ def test_nothing_and_one_cluster() -> None:
 
 
 def test_few_clusters_widen_the_interval() -> None:
-    """By hand: 4 clusters of 25 with 20, 15, 15, 10 right; variance 50 / 100^2 * 4 / 3, t(99) = 1.9842, t(3) = 3.1824."""
-    found = statistics.clustered([20, 15, 15, 10], [25] * 4)
-    size = 100 / 99 * 0.6 * 0.4 / (50 / 100**2 * 4 / 3) * (1.9842 / 3.1824) ** 2
+    """By hand: 4 clusters of 25; variance 250 / 100^2 * 4 / 3, t(99) = 1.9842, t(3) = 3.1824."""
+    found = statistics.clustered([25, 20, 10, 5], [25] * 4)
+    size = 100 / 99 * 0.6 * 0.4 / (250 / 100**2 * 4 / 3) * (1.9842 / 3.1824) ** 2
     assert (found.low, found.high) == pytest.approx(statistics.wilson(0.6, size), abs=1e-4)
+
+
+def test_clusters_that_agree_more_than_chance_tell_no_more_than_their_rows() -> None:
+    found = statistics.clustered([15] * 7 + [16, 14], [25] * 9)
+    size = 225 * (statistics.t_quantile(224) / statistics.t_quantile(8)) ** 2
+    assert (found.low, found.high) == pytest.approx(statistics.wilson(0.6, size))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from test_storage_store import in_children
@@ -15,6 +14,9 @@ from storage.cache import ObjectCache
 from storage.digest import digest_bytes
 from storage.errors import CorruptArtifactError, StoreError
 from storage.local import LocalBackend
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DATA = os.urandom(50_000)
 SHA = digest_bytes(DATA)

@@ -1,4 +1,4 @@
-"""Run the commit protocol through a proxy that breaks things; nothing acknowledged may be lost, nothing wrong may be read."""
+"""Run the commit protocol through a proxy that breaks things: nothing acknowledged is lost, nothing wrong is read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from samples import judgments
 from test_storage_kill import checkpoint
 
 from storage import cache, layout, record, s3
+from storage.cache import ObjectCache
 from storage.digest import digest_bytes, digest_table
 from storage.errors import CommitUnknownError, CorruptArtifactError, StoreError
 from storage.s3_calls import Patience
-from storage.store import Store, open_store
+from storage.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,10 +74,13 @@ def raw(ministack: S3Server, bucket: str) -> Raw:
 
 
 def connect(bucket: str, folder: Path, patience: Patience = PATIENT) -> Store:
-    """Open the store with an empty cache, as another machine would."""
-    store = open_store(f"s3://{bucket}/p", cache=folder / f"cache-{os.urandom(4).hex()}")
-    store.backend = s3.S3Backend(store.url, patience=patience)
-    return store
+    """Reach the store with short pauses and an empty cache."""
+    return elsewhere(Store(s3.S3Backend(f"s3://{bucket}/p", patience=patience), ObjectCache(folder / "cache")), folder)
+
+
+def elsewhere(store: Store, folder: Path) -> Store:
+    """Reach the store with nothing in the cache, as another machine would."""
+    return Store(store.backend, ObjectCache(folder / f"cache-{os.urandom(4).hex()}"))
 
 
 def commit(store: Store, who: str) -> Manifest:
@@ -97,7 +101,7 @@ def test_storm(proxy: FaultProxy, bucket: str, raw: Raw, tmp_path: Path, name: s
     made = commit(store, "me")
     log.append("step", key=KEY)
     weights = store.put_checkpoint(checkpoint(tmp_path / "weights", 5))
-    other = connect(bucket, tmp_path)
+    other = elsewhere(store, tmp_path)
     found = other.manifest(KEY)
     assert found == made
     assert other.read(found.artifact("judgments")).equals(judgments(30))
@@ -133,14 +137,15 @@ def test_racers_in_a_storm_agree_on_one_manifest(
 
 
 def test_flipped_data_in_the_way_is_never_read(proxy: FaultProxy, bucket: str, tmp_path: Path) -> None:
-    made = commit(connect(bucket, tmp_path), "me")
+    store = connect(bucket, tmp_path)
+    made = commit(store, "me")
     for action in (Action.FLIP_ANSWER, Action.CUT_TOLD):
         proxy.set(Fault(action, "GET", r"\.parquet"))
-        reader = connect(bucket, tmp_path)
+        reader = elsewhere(store, tmp_path)
         with pytest.raises(CorruptArtifactError, match=f"s3://{bucket}/p/{made.artifact('judgments').files[0].path}"):
             reader.read(made.artifact("judgments"))
         proxy.set(Fault(action, "GET", r"manifest\.json"))
-        with pytest.raises(CorruptArtifactError, match="manifest.json"):
+        with pytest.raises(CorruptArtifactError, match=r"manifest\.json"):
             reader.manifest(KEY)
     assert [path for path in tmp_path.glob("cache-*/objects/*") if path.stat().st_size < 100] == []
 
@@ -155,7 +160,7 @@ def test_an_unknown_commit_is_said_and_resolved_by_the_next_start(
     )
     with pytest.raises(CommitUnknownError, match=r"manifest.json within .*nothing was deleted"):
         commit(store, "first")
-    assert layout.manifest(KEY, 0) in raw.keys()
+    assert layout.manifest(KEY, 0) in raw.listing()
     proxy.set()
     assert commit(connect(bucket, tmp_path), "second").facts == {"who": "first"}
 
@@ -232,7 +237,7 @@ def test_a_multipart_upload_that_fails_is_aborted(
     with pytest.raises(CommitUnknownError):
         backend.put_file("x/big", source, sha256=digest_bytes(source.read_bytes()), read_back=True)
     assert "Uploads" not in raw.client.list_multipart_uploads(Bucket=bucket)
-    assert raw.keys() == []
+    assert raw.listing() == []
 
 
 def big_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

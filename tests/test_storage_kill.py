@@ -9,7 +9,6 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from auditor import audit
 from conftest import Raw
 from samples import judgments
@@ -19,6 +18,7 @@ from storage.digest import digest_json
 from storage.store import open_store
 
 if TYPE_CHECKING:
+    import pytest
     from conftest import S3Server
 
     from storage.store import Store
@@ -117,7 +117,7 @@ def undisturbed(url: str, work: Path) -> tuple[dict[str, Any], list[str]]:
 
 def check_resumed(raw: Raw, url: str, work: Path, *, golden: dict[str, Any]) -> None:
     """Resume after a kill: same results, committed work untouched and not repeated, a whole store, a chained log."""
-    before = {key: raw.read(key) for key in raw.keys() if key.endswith(".json") and not key.startswith(".")}
+    before = {key: raw.read(key) for key in raw.listing() if key.endswith(".json") and not key.startswith(".")}
     shards = [int(key[-10:-5]) for key in before if "/shards/" in key]
     to_do = [f"sample {index}" for index in range(3) if index not in shards]
     if f"steps/{digest_json('train')}/0/manifest.json" not in before:

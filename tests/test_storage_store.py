@@ -66,7 +66,7 @@ def test_a_committed_step_is_found_and_read_elsewhere(store: Store, tmp_path: Pa
 def test_format_is_made_once(store: Store, raw: Raw, tmp_path: Path) -> None:
     assert again(store, tmp_path).store_id == store.store_id
     assert json.loads(raw.read("FORMAT.json"))["probe"]["exclusive_create"] is True
-    assert raw.keys() == ["FORMAT.json"]
+    assert raw.listing() == ["FORMAT.json"]
 
 
 def test_absent_stores_and_foreign_schemes_are_refused(tmp_path: Path) -> None:
@@ -94,6 +94,8 @@ def test_rows_that_vanish_are_refused(store: Store, counts: dict[str, Any]) -> N
     attempt = store.attempt(KEY)
     with pytest.raises(StepFailedError, match="10 rows came in"):
         commit(attempt, counts=counts)
+    with pytest.raises(StepFailedError, match="mend the step"):
+        commit(attempt, counts={"rows": 10})
     assert store.manifest(KEY) is None
     assert commit(attempt, counts={}).counts == {}
 
@@ -219,16 +221,14 @@ def test_a_flipped_byte_is_named_with_its_address(store: Store, raw: Raw, tmp_pa
 def test_a_cut_and_a_missing_file_are_named(store: Store, raw: Raw, tmp_path: Path) -> None:
     artifact = commit(store.attempt(KEY)).artifact("judgments")
     raw.write(artifact.files[0].path, raw.read(artifact.files[0].path)[:-10])
-    with pytest.raises(CorruptArtifactError, match="part-00000.* instead of"):
+    with pytest.raises(CorruptArtifactError, match=r"part-00000.* instead of"):
         again(store, tmp_path).read(artifact)
     raw.delete(artifact.files[0].path)
-    with pytest.raises(CorruptArtifactError, match="part-00000.* is missing"):
+    with pytest.raises(CorruptArtifactError, match=r"part-00000.* is missing"):
         again(store, tmp_path).read(artifact)
 
 
-def test_any_changed_byte_of_a_manifest_is_noticed(
-    store: Store, raw: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_changed_byte_of_a_manifest_is_noticed(store: Store, raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     made = commit(store.attempt(KEY))
     key = layout.manifest(KEY, 0)
     data = raw.read(key)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pyarrow as pa
@@ -14,6 +13,9 @@ from samples import judgments, sft
 from storage import schema, tables
 from storage.digest import digest_table
 from storage.errors import CorruptArtifactError, StepFailedError, StoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_rows_come_back_in_declared_types(tmp_path: Path) -> None:

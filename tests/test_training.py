@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from training_rows import request, settings, sft_rows
 
@@ -19,6 +19,9 @@ from tasks.training import scripted
 from tasks.training.order import Batches, cut_batches, digest_rows, row_order
 from tasks.training.request import ModelFolder, check_request
 from tasks.training.resume import MARKER, TrainerState
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LENGTHS = np.arange(21) % 5 + 3
 
@@ -170,7 +173,8 @@ def test_scripted_trainer_repeats_itself_and_follows_its_inputs(tmp_path: Path) 
     assert probes.num_rows == 21
     others = [{"rows": sft_rows(20)}, {"seed": 4}, {"config": settings(epochs=1)}]
     assert weights not in [_scripted(tmp_path, "z", **other)[0] for other in others]
-    assert _scripted(tmp_path, "z", config=settings(per_device_batch=2))[0] == weights, "not in the key, not in the weights"
+    elsewhere = settings(per_device_batch=2)  # not in the key
+    assert _scripted(tmp_path, "z", config=elsewhere)[0] == weights
     (tmp_path / "base" / "model.safetensors").write_bytes(b"other")
     start = ModelFolder(tmp_path / "base", tmp_path / "x" / "out")
     assert _scripted(tmp_path, "z", start=start)[0] != weights

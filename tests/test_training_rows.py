@@ -62,7 +62,10 @@ def test_text_that_looks_like_an_end_of_turn_is_text(base: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("no verdict at all", "pair p2: the loss tokens of `completion` hold no verdict"), ("long " * 200 + "[[A]]", "max_len")],
+    [
+        ("none at all", "pair p2: the loss tokens of `completion` hold no verdict"),
+        ("long " * 200 + "[[A]]", "max_len"),
+    ],
 )
 def test_a_row_that_would_teach_the_wrong_thing_fails_the_step(
     base: Path, tmp_path: Path, text: str, message: str

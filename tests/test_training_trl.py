@@ -23,12 +23,25 @@ from tasks.training.rows import Rows, encode_rows
 from tasks.training.trainer import train
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pyarrow as pa
 
     from tasks.training.request import TrainResult
 
 pytestmark = pytest.mark.slow
 ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Spare tiny products the hand-over between threads."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +147,11 @@ def test_probes_are_log_probs_of_start_and_saved_model(adapter: TrainResult, bas
 def test_parts_of_a_batch_do_not_change_the_training(base: Path, tmp_path: Path, method: str) -> None:
     """The last step has 2 of 8 rows, and parts of 8 or of 1 must weigh every row alike."""
     results = [
-        train(request(base, tmp_path / str(part), method=method, config=settings(per_device_batch=part, learning_rate=1e-3)))
+        train(
+            request(
+                base, tmp_path / str(part), method=method, config=settings(per_device_batch=part, learning_rate=1e-3)
+            )
+        )
         for part in (8, 1)
     ]
     assert results[0].facts["accumulation"] != results[1].facts["accumulation"]
@@ -260,7 +277,8 @@ def _killed(base: Path, place: Path, method: str) -> None:
         "lambda told: os._exit(77) if told['train_step'] == 5 else None))"
     )
     tests = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    paths = os.pathsep.join([str(tests), str(tests.parent)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", code, str(base), str(place), method], env=environment, check=False)
     assert run.returncode == 77
 

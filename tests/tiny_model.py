@@ -44,7 +44,11 @@ def tiny_model(folder: Path) -> Path:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stops = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id, "pad_token_id": config.eos_token_id}
+    stops = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.eos_token_id,
+    }
     (folder / "generation_config.json").write_text(json.dumps(stops))
     return folder
 

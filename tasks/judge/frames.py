@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 import pyarrow as pa
 
 from storage.schema import SCHEMAS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def frame(table: pa.Table) -> pl.DataFrame:
@@ -33,3 +38,9 @@ def plain(rows: pl.DataFrame) -> pa.Table:
     made = rows.to_arrow(compat_level=pl.CompatLevel.oldest())
     assert isinstance(made, pa.Table)
     return made
+
+
+def numbered(rows: pl.DataFrame, keys: Sequence[str], name: str) -> pl.DataFrame:
+    """Give each distinct key a number, so that what follows groups by whole numbers instead of long names."""
+    distinct = rows.select(keys).unique().with_row_index(name)
+    return rows.join(distinct, on=list(keys), how="left", maintain_order="left")

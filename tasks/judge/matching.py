@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 DPO_ID = tuple(name for name in SCHEMAS["dpo"].names if name not in ("prompt", "chosen", "rejected"))
 
-_ID = [*BY_ORDER, "sample", "hinted"]
 _SIDES = {"correct": "chosen", "wrong": "rejected", "unparsed": "unparsed", "both": "unparsed"}
 
 
@@ -46,25 +45,25 @@ def match(selected: pa.Table, config: PairsConfig, *, seed: int) -> Matched:
     sides = _sides(selected, seed)
     limit = pl.lit(config.max_per_pair, pl.Int64)
     rows = _combined(sides, "rejected", limit)
-    made = _per_prompt(rows, "made")
-    spare = _combined(sides.join(made, on=BY_ORDER, how="left"), "unparsed", limit - pl.col("made").fill_null(0))
+    made = rows.group_by("asked").agg(pl.len().cast(pl.Int64).alias("made"))
+    spare = _combined(sides.join(made, on="asked", how="left"), "unparsed", limit - pl.col("made").fill_null(0))
     most = _unparsed_limit(rows.height, spare.height, config.unparsed_rejected_share)
     spare = spare.sort("lot", *DPO_ID)
-    rows = pl.concat([rows, spare.head(most)]).drop("lot").sort(DPO_ID)
-    return Matched(rows, _unused(sides, rows, spare[most:]))
+    rows = pl.concat([rows, spare.head(most)])
+    return Matched(rows.select(DPO_ID).sort(DPO_ID), _unused(sides, rows, spare[most:]))
 
 
 def _sides(selected: pa.Table, seed: int) -> pl.DataFrame:
     """Give every judgment its side, its place by lot among those of its pair and order, and how many these are."""
-    rows = frames.frame(selected)
+    rows = frames.numbered(frames.frame(selected), BY_ORDER, "asked").with_row_index("row")
     rows = rows.with_columns(
         pl.col("status").replace_strict(_SIDES, default=None, return_dtype=pl.String).alias("side"),
         draw.lots(rows, seed, purpose="pairs"),
     )
     return (
         rows.sort("lot", *JUDGMENT_ID)
-        .with_columns(pl.int_range(pl.len(), dtype=pl.Int64).over(*BY_ORDER, "side").alias("place"))
-        .with_columns(*((pl.col("side") == side).sum().over(BY_ORDER).cast(pl.Int64).alias(side) for side in _COUNTED))
+        .with_columns(pl.int_range(pl.len(), dtype=pl.Int64).over("asked", "side").alias("place"))
+        .with_columns(*((pl.col("side") == side).sum().over("asked").cast(pl.Int64).alias(side) for side in _COUNTED))
     )
 
 
@@ -75,25 +74,17 @@ def _combined(sides: pl.DataFrame, other: str, limit: pl.Expr) -> pl.DataFrame:
     """Combine chosen with `other` up to `limit` a pair and order; the k-th row takes place k of both, then shifted."""
     k, right, wrong = pl.col("k"), pl.col("chosen"), pl.col(other)
     wanted = pl.min_horizontal(limit, right * wrong)
-    asked = sides.unique(BY_ORDER, keep="any").filter(wanted > 0)
-    rows = asked.select(*BY_ORDER, right, wrong, pl.int_ranges(0, wanted).alias("k")).explode("k")
-    rows = rows.select(
-        *BY_ORDER, (k % right).alias("chosen_place"), ((k % right + k // right) % wrong).alias("rejected_place")
-    )
-    for name, side in (("chosen", "chosen"), ("rejected", other)):
-        found = sides.filter(pl.col("side") == side).select(
-            *BY_ORDER,
+    asked = sides.unique("asked", keep="any").filter(wanted > 0)
+    rows = asked.select("asked", *BY_ORDER, right, wrong, pl.int_ranges(0, wanted).alias("k")).explode("k")
+    places = {"chosen": k % right, "rejected": (k % right + k // right) % wrong}
+    for name, place in places.items():
+        found = sides.filter(pl.col("side") == (other if name == "rejected" else name)).select(
+            "asked",
             pl.col("place").alias(f"{name}_place"),
-            pl.col("sample").alias(f"{name}_sample"),
-            pl.col("hinted").alias(f"{name}_hinted"),
-            *([pl.col("lot")] if name == "rejected" else []),
+            *(pl.col(column).alias(f"{name}_{column}") for column in ("row", "sample", "hinted", "lot")),
         )
-        rows = rows.join(found, on=[*BY_ORDER, f"{name}_place"], how="left")
-    return rows.select(*DPO_ID, "lot")
-
-
-def _per_prompt(rows: pl.DataFrame, name: str) -> pl.DataFrame:
-    return rows.group_by(BY_ORDER).agg(pl.len().cast(pl.Int64).alias(name))
+        rows = rows.with_columns(place.alias(f"{name}_place")).join(found, on=["asked", f"{name}_place"], how="left")
+    return rows.select("asked", *DPO_ID, "chosen_row", "rejected_row", pl.col("rejected_lot").alias("lot"))
 
 
 def _unparsed_limit(sure: int, spare: int, share: float) -> int:
@@ -103,15 +94,8 @@ def _unparsed_limit(sure: int, spare: int, share: float) -> int:
 
 def _unused(sides: pl.DataFrame, rows: pl.DataFrame, cut: pl.DataFrame) -> dict[str, int]:
     """Count the judgments that are in no row, by reason."""
-
-    def ids(made: pl.DataFrame, side: str) -> pl.DataFrame:
-        return made.select(
-            *BY_ORDER, pl.col(f"{side}_sample").alias("sample"), pl.col(f"{side}_hinted").alias("hinted")
-        )
-
-    used = pl.concat([ids(rows, "chosen"), ids(rows, "rejected")])
-    capped = pl.concat([ids(cut, "chosen"), ids(cut, "rejected")]).unique().with_columns(pl.lit(True).alias("capped"))
-    left = sides.join(used, on=_ID, how="anti").join(capped, on=_ID, how="left")
+    used, capped = (pl.concat([made["chosen_row"], made["rejected_row"]]).unique() for made in (rows, cut))
+    left = sides.filter(~pl.col("row").is_in(used.implode()))
     reasons = left.select(
         pl.when(pl.col("side").is_null())
         .then("status")
@@ -119,7 +103,7 @@ def _unused(sides: pl.DataFrame, rows: pl.DataFrame, cut: pl.DataFrame) -> dict[
         .then(pl.lit(Unused.NO_RIGHT.value))
         .when(pl.col("rejected") + pl.col("unparsed") == 0)
         .then(pl.lit(Unused.NO_WRONG.value))
-        .when(pl.col("capped"))
+        .when(pl.col("row").is_in(capped.implode()))
         .then(pl.lit(Unused.UNPARSED_CAP.value))
         .otherwise(pl.lit(Unused.ENOUGH.value))
         .alias("reason")

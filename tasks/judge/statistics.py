@@ -102,16 +102,16 @@ def _variance(residuals: Floats, n: int) -> float:
 def _effective(mean: float, variance: float, n: int, clusters: int) -> float:
     """Count the independent 0/1 rows that would tell as much.
 
-    Rows that (nearly) agree show no variance. There the size is bounded by what one unseen dissenting cluster would
-    leave, and by the number of clusters where that is less than one cluster a cluster (all right, all wrong).
+    Rows that all agree show no variance. There the size is what one unseen dissenting cluster would leave, at least
+    the number of clusters (all right, all wrong). It bounds the size elsewhere too, where it is above the rows.
     """
     if clusters == 1:
         return 1.0
     rarer, commoner = min(mean, 1 - mean), max(mean, 1 - mean)
-    most = max(float(clusters), clusters**2 * rarer / commoner)
+    one_unseen = clusters**2 * rarer / commoner
     if variance <= _ZERO:
-        return most * _few(n, clusters)
-    return min(n / (n - 1) * rarer * commoner / variance, most) * _few(n, clusters)
+        return max(float(clusters), one_unseen) * _few(n, clusters)
+    return min(n / (n - 1) * rarer * commoner / variance, max(float(n), one_unseen)) * _few(n, clusters)
 
 
 def _few(n: int, clusters: int) -> float:

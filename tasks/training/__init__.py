@@ -1,0 +1,1 @@
+"""Train the next checkpoint with TRL."""

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from tasks.training.order import digest_rows
 from tasks.training.weights import on_cuda
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -118,9 +119,10 @@ class Observed:
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if not torch.isfinite(loss):
             step = self.state.global_step + 1  # type: ignore[attr-defined]
+            rows = sorted(set(self._seen))[:8]
             raise StepFailedError(
-                f"train: the loss of train step {step} is {loss.item()}; lower train.learning_rate, or look at its rows "
-                f"{sorted(set(self._seen))[:8]} of {self.course.request.artifact}"
+                f"train: the loss of train step {step} is {loss.item()}; "
+                f"lower train.learning_rate, or look at the rows {rows} of {self.course.request.artifact}"
             )
         return loss
 
@@ -186,7 +188,9 @@ class _Progress(TrainerCallback):
         )
 
 
-def with_rows(collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+def with_rows(
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     """Let a TRL collator pass the row numbers on, so that what was trained is recorded and not assumed."""
 
     def collated(examples: list[dict[str, Any]]) -> dict[str, Any]:

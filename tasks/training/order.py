@@ -45,7 +45,8 @@ def cut_batches(config: TrainConfig, rows: int, *, processes: int = 1) -> Batche
     batch = min(config.batch_size, rows) if processes == 1 else config.batch_size
     if batch % processes:
         raise StepFailedError(
-            f"train.batch_size: {batch} can't be shared equally among {processes} processes; give a multiple of {processes}"
+            f"train.batch_size: {batch} can't be shared equally among {processes} processes; "
+            f"give a multiple of {processes}"
         )
     share = batch // processes
     micro = max(part for part in range(1, min(config.per_device_batch, share) + 1) if share % part == 0)
@@ -64,7 +65,7 @@ def row_order(lengths: NDArray[np.int64], batches: Batches, *, seed: int) -> NDA
     drawn = [np.random.default_rng([seed, epoch]).permutation(rows) for epoch in range(epochs)]
     order = np.concatenate(drawn)[: batches.total]
     step = np.arange(len(order)) // batches.batch
-    return order[np.lexsort((-lengths[order], step))].astype(np.int64)
+    return np.asarray(order[np.lexsort((-lengths[order], step))], dtype=np.int64)
 
 
 def digest_rows(rows: Iterable[int]) -> str:

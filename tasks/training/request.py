@@ -46,6 +46,7 @@ class TrainRequest:
         out: folder that the checkpoint is written to; made anew.
         progress: told after each optimiser step: train_step, train_steps, loss, learning_rate, seconds, eta_seconds,
             tokens_per_second.
+
     """
 
     method: str
@@ -81,7 +82,9 @@ def check_request(request: TrainRequest) -> None:
     """Refuse what can't be trained, before any model is loaded; StepFailedError."""
     config, schema = request.config, SCHEMAS[request.artifact]
     if request.rows.num_rows == 0:
-        raise StepFailedError(f"train: there are no {request.artifact} rows to train on; see the funnel of select and pairs")
+        raise StepFailedError(
+            f"train: there are no {request.artifact} rows to train on; see the funnel of select and pairs"
+        )
     if set(schema.names) - set(request.rows.column_names):
         missing = sorted(set(schema.names) - set(request.rows.column_names))
         raise StepFailedError(f"train: the {request.artifact} rows lack the columns {', '.join(missing)}")

@@ -103,8 +103,8 @@ def end_of_turn(template: ChatTemplate, request: TrainRequest) -> int:
     found = next((token for token in tail if token in special), tokenizer.eos_token_id)
     if found is None or found not in _stops(request, tokenizer):
         raise StepFailedError(
-            f"{request.start.base}: the chat template ends a turn with token {found}, at which generation does not stop; "
-            "correct eos_token_id in generation_config.json"
+            f"{request.start.base}: the chat template ends a turn with token {found}, "
+            "at which generation does not stop; correct eos_token_id in generation_config.json"
         )
     return int(found)
 
@@ -136,6 +136,8 @@ def _check_loss_tokens(rows: Rows, side: str) -> None:
     pairs = rows.table["pair_id"].to_pylist()
     for pair, one, text in zip(pairs, ids, texts, strict=True):
         if side != "rejected" and not _VERDICT.search(text):
-            raise StepFailedError(f"pair {pair}: the loss tokens of `{side}` hold no verdict [[A]] or [[B]]: {text[-80:]!r}")
+            raise StepFailedError(
+                f"pair {pair}: the loss tokens of `{side}` hold no verdict [[A]] or [[B]]: {text[-80:]!r}"
+            )
         if one[-1] != rows.end_of_turn or rows.end_of_turn in one[:-1]:
             raise StepFailedError(f"pair {pair}: the loss tokens of `{side}` do not end with the one end of turn")

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 Ids = list[int]
 
 
-def completion_logprobs(model: Any, prompts: Sequence[Ids], completions: Sequence[Ids], *, batch: int) -> list[list[float]]:
+def completion_logprobs(
+    model: Any, prompts: Sequence[Ids], completions: Sequence[Ids], *, batch: int
+) -> list[list[float]]:
     """Give the log-prob of each completion token, in nats and in the order of the rows; logits of no other token.
 
     Rows of like length share a batch of at most `batch`.

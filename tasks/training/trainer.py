@@ -39,7 +39,9 @@ def train(request: TrainRequest) -> TrainResult:
     try:
         import trl  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(f"training needs TRL, which can't be imported ({error}): `pip install starwheel`") from error
+        raise MissingDependencyError(
+            f"training needs TRL, which can't be imported ({error}): `pip install starwheel`"
+        ) from error
     from tasks.training.rows import encode_rows
 
     rows = encode_rows(request)
@@ -115,7 +117,9 @@ def _seen(course: Course, history: list[dict[str, Any]]) -> dict[str, Any]:
         "loss_tokens_seen": int(course.rows.loss_tokens[course.order].sum()),
     }
     if seen != given:
-        raise StepFailedError(f"train: the trainer saw {seen}, but was given {given}; TRL and our rows disagree, please report it")
+        raise StepFailedError(
+            f"train: the trainer saw {seen}, but was given {given}; TRL and our rows disagree, please report it"
+        )
     return seen
 
 
@@ -144,8 +148,12 @@ def _settings(course: Course) -> dict[str, Any]:
     low = "bf16" if on_cuda() else "fp32"
     return {
         "device": "cuda" if on_cuda() else "cpu",
-        "precision": f"fp32 adapter on {low} weights" if lora else f"fp32 master weights, {low} products, saved as bf16",
-        "change_of": "the adapter's effective deltas, over the weights they are added to" if lora else "all weights as saved",
+        "precision": f"fp32 adapter on {low} weights"
+        if lora
+        else f"fp32 master weights, {low} products, saved as bf16",
+        "change_of": "the adapter's effective deltas, over the weights they are added to"
+        if lora
+        else "all weights as saved",
         "batch": batches.batch,
         "micro_batch": batches.micro,
         "accumulation": batches.accumulation,

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 NEUTRAL_BASE = "base"  # a path would make the digest of an adapter depend on the machine
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_BESIDE = {".json", ".jinja", ".txt", ".model"}
 
 
 def on_cuda() -> bool:
     """Say whether there is a GPU; the one place that asks."""
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def load_policy(request: TrainRequest) -> Any:
@@ -49,8 +50,8 @@ def load_policy(request: TrainRequest) -> Any:
     found.base_model_name_or_path = str(request.start.base)
     if (found.r, found.lora_alpha) != (lora.r, lora.alpha):
         raise StepFailedError(
-            f"train.lora: r {lora.r} and alpha {lora.alpha} differ from r {found.r} and alpha {found.lora_alpha} of the "
-            "adapter to continue; set train.init_from to base, or the adapter's own values"
+            f"train.lora: r {lora.r} and alpha {lora.alpha} differ from r {found.r} and alpha {found.lora_alpha} "
+            "of the adapter to continue; set train.init_from to base, or the adapter's own values"
         )
     return policy
 
@@ -149,9 +150,8 @@ def save_full(policy: Any, base: Path, out: Path) -> None:
         if not path.name.endswith(_WEIGHTS):
             path.unlink()
     for path in base.iterdir():
-        if path.suffix in {".json", ".jinja", ".txt", ".model"} and not path.name.endswith(_WEIGHTS):
-            if path.name != "index.json":
-                shutil.copyfile(path, out / path.name)
+        if path.suffix in _BESIDE and not path.name.endswith(_WEIGHTS) and path.name != "index.json":
+            shutil.copyfile(path, out / path.name)
     config = json.loads((out / "config.json").read_text())
     config.pop("torch_dtype", None)
     (out / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2, sort_keys=True))
