@@ -1,0 +1,1 @@
+"""Describe a run: typed sections, loading, checks, presets."""

@@ -30,6 +30,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+def _pinned() -> dict[str, str | bool | int]:
+    return {"date_string": "26 Jul 2024", "enable_thinking": False}
+
+
 class ModelConfig(Section):
     """Name the base model and the token budget that engine and trainer share."""
 
@@ -37,7 +41,7 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="hub commit; needed for a hub id")
     max_len: int = Field(2048, gt=0, description="tokens of prompt + sample.max_tokens")
     template_kwargs: dict[str, str | bool | int] = Field(
-        default_factory=lambda: {"date_string": "26 Jul 2024", "enable_thinking": False},
+        default_factory=_pinned,
         description="arguments of the chat template; dates and thinking flags are pinned here",
     )
 
@@ -126,7 +130,8 @@ class EngineConfig(Section):
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     adapter: Literal["serve", "merge"] = Field(
-        "serve", description="LoRA: serve the adapter beside its base, or merge it at the start (vLLM's CPU kernels for LoRA are slow)"
+        "serve",
+        description="LoRA: serve the adapter beside its base, or merge it first (CPU serves it slowly)",
     )
     tensor_parallel: Annotated[int, NotInKey("GPUs do not change what is asked")] = Field(1, ge=1)
     gpu_memory: Annotated[float, NotInKey("memory does not change what is asked")] = Field(0.9, gt=0, le=1)

@@ -1,0 +1,1 @@
+"""Order, loop and gates; the command line."""

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-STORE = click.option("--store", default=None, help="Folder or s3://bucket/prefix. [default: STARWHEEL_STORE or ./starwheel-store]")
-SET = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.epochs=2.")
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from storage.store import Store
+
+STORE = click.option(
+    "--store", default=None, help="Folder or s3://bucket/prefix. [default: STARWHEEL_STORE or ./starwheel-store]"
+)
+SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.epochs=2."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -67,7 +75,9 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
     try:
         done = star(run_id=run_id, store=store)
     except BaseException:
-        click.echo(f"\n{run_id} stopped; what is committed stays. Go on with: starwheel resume {run_id}{where}", err=True)
+        click.echo(
+            f"\n{run_id} stopped; what is committed stays. Go on with: starwheel resume {run_id}{where}", err=True
+        )
         raise
     _print_report(open_store(store, create=False), run_id, as_json=as_json)
     if not as_json:
@@ -157,7 +167,9 @@ def show(run_id: str, iteration: int | None, step: str | None, store: str | None
         print_json(steps)
         return
     columns = ("step", "state", "in", "kept", "dropped", "artifacts", "seconds", "key")
-    print_table(columns, [tuple(one[name] for name in columns) for one in steps], title=f"{run_id} iteration {iteration}")
+    print_table(
+        columns, [tuple(one[name] for name in columns) for one in steps], title=f"{run_id} iteration {iteration}"
+    )
 
 
 @cli.group()
@@ -213,9 +225,9 @@ def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
     click.echo(f"{name} is valid")
 
 
-def _print_report(store: Any, run_id: str, *, as_json: bool) -> None:
+def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
     from flows.terminal import print_json, print_table
-    from tasks.report import SHOWN, make_report, results_table
+    from tasks.report import make_report, results_table
 
     report = make_report(store, run_id)
     if as_json:
@@ -225,7 +237,7 @@ def _print_report(store: Any, run_id: str, *, as_json: bool) -> None:
     if not rows:
         click.echo(f"{run_id}: no checkpoint is evaluated yet")
         return
-    print_table(rows[0].keys(), [one.values() for one in rows], title=f"{run_id}: % with 95 % intervals")
+    print_table(list(rows[0]), [list(one.values()) for one in rows], title=f"{run_id}: % with 95 % intervals")
     print_table(
         ("iteration", "completions", "selected", "yield", "training rows", "dropped"),
         [
@@ -244,7 +256,7 @@ def _print_report(store: Any, run_id: str, *, as_json: bool) -> None:
         against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
         click.echo(
             f"{one.suite}: checkpoint {one.judge} − {against}: {100 * one.difference:+.1f} points "
-            f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}], p = {one.p:.2g}, {one.n} pairs (paired, clustered by prompt)"
+            f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}], p = {one.p:.2g}, {one.n} pairs, clustered by prompt"
         )
     click.echo(f"engine starts: {report.engine_starts}")
 
@@ -253,13 +265,13 @@ def _default_store() -> str:
     return os.environ.get("STARWHEEL_STORE", "starwheel-store")
 
 
-def _open(store: str | None) -> Any:
+def _open(store: str | None) -> Store:
     from storage.store import open_store
 
     return open_store(store or _default_store(), create=False)
 
 
-def _find(store: Any, name: str) -> str:
+def _find(store: Store, name: str) -> str:
     """Take a run id, or the beginning of one that names one run; `last` is the run made last."""
     known = store.runs()
     if name in known:

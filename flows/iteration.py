@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from storage.manifest import Manifest
-from tasks.models import Model
+from typing import TYPE_CHECKING
+
 from tasks.run import Checkpoint, Run
+
+if TYPE_CHECKING:
+    from storage.manifest import Manifest
+    from tasks.models import Model
 
 
 def star(run: Run) -> Checkpoint:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect import flow
 from prefect.artifacts import create_table_artifact
@@ -16,6 +15,9 @@ from tasks.jobs.launch import ProcessLauncher
 from tasks.prefect_tasks import PrefectRun
 from tasks.report import make_report, plot, results_table, write_report
 from tasks.run import create_run, open_run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @flow(name="star", validate_parameters=False, persist_result=False, log_prints=False)
@@ -32,5 +34,12 @@ def star(config: str = "", overrides: Sequence[str] = (), run_id: str = "", stor
     report = make_report(opened, run_id)
     files = write_report(opened, report, plot(report), run.work / "report")
     run.close("done" if judge.number == run.config.iterations else f"stopped by the gate at checkpoint {judge.number}")
-    create_table_artifact(results_table(report), key=f"{run_id.lower()}-results", description="Accuracy with 95 % intervals")
-    return {"run_id": run_id, "checkpoint": judge.number, "model": judge.model.digest, "report": [str(one) for one in files]}
+    create_table_artifact(
+        results_table(report), key=f"{run_id.lower()}-results", description="Accuracy with 95 % intervals"
+    )
+    return {
+        "run_id": run_id,
+        "checkpoint": judge.number,
+        "model": judge.model.digest,
+        "report": [str(one) for one in files],
+    }

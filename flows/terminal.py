@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 QUIET_SECONDS = 10.0  # between progress lines where stderr is no terminal
 
@@ -78,4 +80,3 @@ def plain(cell: Any) -> str:
     if isinstance(cell, float):
         return f"{cell:.3f}"
     return "".join(char if char.isprintable() else "�" for char in str(cell))
-

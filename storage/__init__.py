@@ -1,0 +1,1 @@
+"""Keep bytes, tables, manifests and logs; know no step and no config."""

@@ -136,6 +136,10 @@ class Store:
         """List the ids of all runs, by name and then by time."""
         return [run_id for run_id in self.backend.folders(layout.RUNS) if _is_name(run_id)]
 
+    def put_report(self, run_id: str, name: str, content: bytes) -> None:
+        """Store a file of a run's report; one that is there already stays."""
+        self.backend.put_new(layout.report(run_id, name), content)
+
     def run_log(self, run_id: str) -> RunLog:
         """Return the log of a run, to read or to open for writing."""
         return RunLog(self.backend, run_id)

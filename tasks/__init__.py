@@ -1,0 +1,1 @@
+"""Do the steps of a run: pure cores and their thin shells."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from configs.run import RunConfig
-from storage.manifest import Manifest
 from storage.schema import Split
 from tasks import pairs
 from tasks.judge import prompts, verdict
 from tasks.split import committed_split
 from tasks.step import Context, Step
+
+if TYPE_CHECKING:
+    from configs.run import RunConfig
+    from storage.manifest import Manifest
 
 VERSION = 1
 
@@ -18,7 +20,13 @@ VERSION = 1
 def bootstrap_step(config: RunConfig, split: Manifest) -> Step:
     """Name the step by the rationales, which the split step stored beside the pairs."""
     inputs = {name: split.artifacts[name].digest for name in ("pairs", "splits", "rationales")}
-    parts = {"prompt": prompts.prompt_digest(config.prompt), "prompt_version": prompts.VERSION, "rows": pairs.VERSION, "parser": verdict.VERSION, "seed": config.seed}
+    parts = {
+        "prompt": prompts.prompt_digest(config.prompt),
+        "prompt_version": prompts.VERSION,
+        "rows": pairs.VERSION,
+        "parser": verdict.VERSION,
+        "seed": config.seed,
+    }
     return Step("bootstrap", VERSION, inputs, parts)
 
 

@@ -1,19 +1,23 @@
-"""Evaluate a checkpoint: both orders, votes in blocks of eight that can be added to later, forced choice beside them."""
+"""Evaluate a checkpoint: both orders, votes in blocks of eight that can be added to, forced choice beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
-from configs.run import RunConfig
 from storage.schema import Order
 from tasks.engines.base import Sampling
 from tasks.generation import Questions
-from tasks.models import Model
 from tasks.sample import generation_parts
 from tasks.step import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+    from configs.run import RunConfig
+    from tasks.models import Model
 
 VERSION = 1
 BLOCK = 8

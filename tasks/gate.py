@@ -89,7 +89,7 @@ def make_gate(config: RunConfig, store: Store, dev: Manifest, before: Manifest |
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> tuple[str, Difference | None]:
-    """Compare two checkpoints' `pair_scores` on the same pairs: by forced choice, or free text where it was not read."""
+    """Compare two checkpoints on the same pairs: by forced choice, or free text where it was not read."""
     if before is None:
         return "", None
     columns = ["pair_id", "group", "forced_choice", "free_text"]

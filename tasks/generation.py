@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from storage.manifest import Manifest
 from storage.schema import SCHEMAS
 from tasks.engines.base import Engine, Request, Response, Sampling, Text, prob_a
 from tasks.judge.prompts import judge_messages
 from tasks.judge.verdict import rationale_end
 from tasks.step import Context, Event, Step, software
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    from storage.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,7 +11,11 @@ import pyarrow.compute as pc
 from configs.run import RunConfig
 from storage.errors import StoreError
 from storage.manifest import Manifest, manifest_fields
-from storage.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from storage.store import Store
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,21 @@ def iteration_steps(store: Store, run_id: str, iteration: int) -> list[dict[str,
 
 
 def _step_row(used: Used, manifest: Manifest | None) -> dict[str, Any]:
-    row = {"step": f"{used.step} {used.label}".strip(), "state": "reused" if used.reused else "computed", "key": used.key[:12]}
+    row = {
+        "step": f"{used.step} {used.label}".strip(),
+        "state": "reused" if used.reused else "computed",
+        "key": used.key[:12],
+    }
     if manifest is None:
-        return {**row, "state": "lost or void", "in": None, "kept": None, "dropped": "", "artifacts": "", "seconds": None}
+        return {
+            **row,
+            "state": "lost or void",
+            "in": None,
+            "kept": None,
+            "dropped": "",
+            "artifacts": "",
+            "seconds": None,
+        }
     dropped = manifest.counts.get("dropped", {})
     return {
         **row,
@@ -121,6 +136,10 @@ def step_manifests(store: Store, run_id: str, iteration: int, step: str) -> list
     chosen = list(history.of(step, iteration))
     if not chosen:
         known = sorted({one.step for one in history.used if one.iteration == iteration})
-        raise StoreError(f"{run_id} used no step {step!r} in iteration {iteration}; it used {', '.join(known) or 'none'}")
+        raise StoreError(
+            f"{run_id} used no step {step!r} in iteration {iteration}; it used {', '.join(known) or 'none'}"
+        )
     found = [(used, manifest_of(store, used)) for used in chosen]
-    return [{"label": used.label, "reused": used.reused, **manifest_fields(one)} for used, one in found if one is not None]
+    return [
+        {"label": used.label, "reused": used.reused, **manifest_fields(one)} for used, one in found if one is not None
+    ]

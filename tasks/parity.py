@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from configs.run import RunConfig, key_part
 from storage.errors import StepFailedError
-from storage.manifest import Manifest
 from tasks.engines.base import Engine, Request
-from tasks.models import Model
 from tasks.step import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pyarrow as pa
+
+    from storage.manifest import Manifest
+    from tasks.models import Model
 
 VERSION = 1
 TOLERANCE = 0.25  # nats a token, mean over the probes: bf16 engines differ from the trainer by hundredths
@@ -34,7 +37,8 @@ class Parity:
         if self.to_trained > TOLERANCE:
             return f"log-probs differ by {self.to_trained:.3f} nats a token from the trainer's (at most {TOLERANCE})"
         if self.to_trained > ROOM * self.to_start:
-            return f"log-probs are as near to the start model's ({self.to_start:.3f}) as to the trained ({self.to_trained:.3f})"
+            gaps = f"{self.to_start:.3f} nats a token away, the trained {self.to_trained:.3f}"
+            return f"log-probs are too near to the start model's: {gaps}"
         return None
 
 
@@ -67,8 +71,13 @@ def check_parity(probes: pa.Table, engine: Engine, model: Model) -> dict[str, An
         [row["start_logprobs"] for row in rows],
     )
     if parity.problem:
-        raise StepFailedError(f"parity of model {model.digest[:12]}: {parity.problem}; the engine does not serve what was trained")
-    return {"counts": {}, "facts": {"probes": parity.probes, "to_trained": parity.to_trained, "to_start": parity.to_start}}
+        raise StepFailedError(
+            f"parity of model {model.digest[:12]}: {parity.problem}; the engine does not serve what was trained"
+        )
+    return {
+        "counts": {},
+        "facts": {"probes": parity.probes, "to_trained": parity.to_trained, "to_start": parity.to_start},
+    }
 
 
 def compare(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.run import RunConfig, SampleOrder
 from storage.schema import Split, part
-from storage.store import Store
 from tasks.evaluate import blocks
 from tasks.run import DryRun
 from tasks.step import Context, Event, NotCommittedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from storage.store import Store
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,6 @@ class Planned:
     rows: int | None
 
 
-class _NoLog:
-    """Stand in for a run's log: a plan writes nothing."""
-
-    def records(self) -> list[dict[str, Any]]:
-        return []
-
-    def append(self, kind: str, **fields: Any) -> None:
-        return None
-
-
 def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
     """Walk the loop `walk` (flows/iteration.py) over what is committed; the first gap and all after it are to do."""
     reused: dict[tuple[int, str, str], Event] = {}
@@ -45,7 +38,7 @@ def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
         if event["event"] == "step":
             reused[event["iteration"], event["step"], event["label"]] = event
 
-    run = DryRun(Context(store, config, Path(config.work)), "plan", _NoLog(), None, listen=heard)
+    run = DryRun(Context(store, config, Path(config.work)), heard)
     gap = ""
     try:
         walk(run)
@@ -81,7 +74,9 @@ def outline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[int, 
                 yield checkpoint + 1, step, "", None
 
 
-def _session(config: RunConfig, sizes: Mapping[str, int], checkpoint: int) -> Iterator[tuple[int, str, str, int | None]]:
+def _session(
+    config: RunConfig, sizes: Mapping[str, int], checkpoint: int
+) -> Iterator[tuple[int, str, str, int | None]]:
     if checkpoint or config.bootstrap:
         yield checkpoint, "parity", "", None
     apart = checkpoint == 0 and config.bootstrap is not None and config.evaluate.base

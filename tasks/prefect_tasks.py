@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import State
 
 from storage.errors import TransientError
-from storage.manifest import Manifest
-from tasks.jobs.session import SessionResult
-from tasks.models import Model
 from tasks.run import Checkpoint, Run
-from tasks.step import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prefect.client.schemas.objects import State
+
+    from storage.manifest import Manifest
+    from tasks.jobs.session import SessionResult
+    from tasks.models import Model
+    from tasks.step import Event
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,7 +84,7 @@ def _task(name: str, method: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return method(*args, **kwargs)
 
-    shown = task(
+    return task(
         name=name.split(" ")[0],
         task_run_name=name,
         retries=RETRIES,
@@ -89,4 +93,3 @@ def _task(name: str, method: Callable[P, R]) -> Callable[P, R]:
         cache_policy=NO_CACHE,
         persist_result=False,
     )(call)
-    return shown

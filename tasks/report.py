@@ -1,21 +1,31 @@
-"""Sum a run up: accuracy per checkpoint with intervals, yields, paired test of the last judge against the first, a plot."""
+"""Sum a run up: accuracy per checkpoint with intervals, yields, paired tests of the last judge, a plot."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from storage.store import Store
-from tasks.history import History, manifest_of, metric, read_history
 from tasks.gate import compare
+from tasks.history import History, manifest_of, metric, read_history
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from storage.store import Store
 
 SHOWN = (
-    "forced_choice", "free_text", "parse_rate", "truncation_rate", "pick_a", "pick_a_forced", "consistency", "rationale_tokens",
-)  # fmt: skip
+    "forced_choice",
+    "free_text",
+    "parse_rate",
+    "truncation_rate",
+    "pick_a",
+    "pick_a_forced",
+    "consistency",
+    "rationale_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Yield:
 
 @dataclass(frozen=True)
 class Compared:
-    """Hold a paired test on the same pairs, clustered by prompt: the difference in a metric, 95 % interval, two-sided p."""
+    """Hold a paired test on the same pairs, clustered by prompt: difference, 95 % interval, two-sided p."""
 
     suite: str
     metric: str
@@ -71,7 +81,10 @@ class Report:
 def make_report(store: Store, run_id: str) -> Report:
     """Read a run's committed scores; steps that were lost since are left out."""
     history = read_history(store, run_id)
-    scored = {(_judge(one.iteration, one.label), one.label.split(" ")[-1]): manifest_of(store, one) for one in history.of("score")}
+    scored = {
+        (_judge(one.iteration, one.label), one.label.split(" ")[-1]): manifest_of(store, one)
+        for one in history.of("score")
+    }
     scores = []
     for (judge, suite), manifest in scored.items():
         if manifest is not None:
@@ -165,13 +178,19 @@ def plot(report: Report) -> bytes:
     from matplotlib import pyplot
 
     judges = sorted({one.judge for one in report.scores}, key=lambda judge: (judge != "base", judge))
-    suites = sorted({one.suite for one in report.scores if one.suite != "dev"}, key=lambda suite: (suite != "test", suite))
+    suites = sorted(
+        {one.suite for one in report.scores if one.suite != "dev"}, key=lambda suite: (suite != "test", suite)
+    )
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, suite in enumerate(suites):
         _draw(left, report, judges, (suite, "forced_choice"), label=suite, shift=0.06 * number)
     left.axhline(0.5, color="0.6", linewidth=0.8, linestyle=":")
     left.set(title="Forced choice, both orders (95 % intervals)", ylabel="accuracy", ylim=(0.0, 1.02))
-    for name, label in (("parse_rate", "parse rate"), ("pick_a", "P(pick A), verdicts"), ("free_text", "free-text accuracy")):
+    for name, label in (
+        ("parse_rate", "parse rate"),
+        ("pick_a", "P(pick A), verdicts"),
+        ("free_text", "free-text accuracy"),
+    ):
         _draw(right, report, judges, ("test", name), label=f"{label}, test")
     if report.yields:
         share = [one.selected / max(one.completions, 1) for one in report.yields]
@@ -180,7 +199,9 @@ def plot(report: Report) -> bytes:
     right.axhline(0.5, color="0.6", linewidth=0.8, linestyle=":")
     right.set(title="How it answers", ylim=(0.0, 1.02))
     for axes in (left, right):
-        axes.set_xticks(range(len(judges)), ["untrained" if judge == "base" else f"checkpoint {judge}" for judge in judges])
+        axes.set_xticks(
+            range(len(judges)), ["untrained" if judge == "base" else f"checkpoint {judge}" for judge in judges]
+        )
         axes.legend(frameon=False, fontsize=8, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(report.run_id, fontsize=9, color="0.4")
@@ -190,7 +211,9 @@ def plot(report: Report) -> bytes:
     return picture.getvalue()
 
 
-def _draw(axes: Any, report: Report, judges: Sequence[str], what: tuple[str, str], *, label: str, shift: float = 0.0) -> None:
+def _draw(
+    axes: Any, report: Report, judges: Sequence[str], what: tuple[str, str], *, label: str, shift: float = 0.0
+) -> None:
     suite, name = what
     points = [(judges.index(one.judge), one.metrics[name]) for one in report.scores if one.suite == suite]
     points = sorted((place, row) for place, row in points if row["value"] is not None)

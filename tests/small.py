@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.run import RunConfig
 from storage.store import Store, open_store
 from tasks.jobs.launch import InlineLauncher
 from tasks.run import Run, create_run, open_run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "model": {"base": "unset", "max_len": 1024},
@@ -40,7 +42,12 @@ def base_folder(folder: Path) -> Path:
 
 def config(folder: Path, **changes: Any) -> RunConfig:
     """Describe the run; changes are sections or keys laid over, one level deep."""
-    values: dict[str, Any] = {"name": "small", "iterations": 3, "store": str(folder / "store"), "work": str(folder / "work")}
+    values: dict[str, Any] = {
+        "name": "small",
+        "iterations": 3,
+        "store": str(folder / "store"),
+        "work": str(folder / "work"),
+    }
     values |= {name: dict(section) for name, section in SECTIONS.items()}
     values["model"]["base"] = str(base_folder(folder / "base"))
     for name, change in changes.items():
@@ -52,4 +59,6 @@ def start(described: RunConfig, *, run_id: str = "", listen: Any = None) -> tupl
     """Make a run, or open the one named, in this process."""
     store = open_store(described.store)
     run_id = run_id or create_run(store, described)
-    return store, open_run(store, run_id, lambda work: InlineLauncher(), kind=Run, listen=listen or (lambda event: None))
+    return store, open_run(
+        store, run_id, lambda work: InlineLauncher(), kind=Run, listen=listen or (lambda event: None)
+    )

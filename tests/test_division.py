@@ -17,8 +17,8 @@ import tasks.data.division
 from configs.run import SplitConfig
 from storage.errors import DataError, StepFailedError
 from storage.schema import SCHEMAS
-from tasks.data.formats import Reading, combine, read_pairs
 from tasks.data.division import Limits, drop_too_long, shuffle_gold, split, suite_overlap
+from tasks.data.formats import Reading, combine, read_pairs
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 CONFIG = SplitConfig(dev=0.1, test=0.1, bootstrap=10)

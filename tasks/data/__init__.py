@@ -1,0 +1,1 @@
+"""Read preference pairs and cut them into sets."""

@@ -80,13 +80,16 @@ def add_suite(division: Division, suite: Reading, name: str) -> Division:
     splits = suite.assign(pl.Series([name] * suite.pairs.num_rows, dtype=pl.String))
     pairs = pl.DataFrame(suite.pairs.select(["pair_id", "group"]))
     table = pl.DataFrame(splits)
-    added = {
+    added: dict[str, dict[str, Any]] = {
         "pairs": {name: pairs.height},
         "groups": {name: pairs["group"].n_unique()},
         "digests": {name: _digest(pairs)},
         "too_long": _too_long(table),
     }
-    certificate = {**division.certificate, **{part: {**division.certificate[part], **new} for part, new in added.items()}}
+    certificate = {
+        **division.certificate,
+        **{part: {**division.certificate[part], **new} for part, new in added.items()},
+    }
     return Division(pa.concat_tables([division.splits, splits]), certificate)
 
 

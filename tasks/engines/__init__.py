@@ -1,0 +1,1 @@
+"""Write completions: vLLM, and a scripted engine."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 Message = dict[str, str]
 
@@ -33,6 +35,7 @@ class Request:
         sampling: draw completions, else None.
         letters: token ids of A and B: give their log-probs as the next token.
         scored: give the log-probs of the last `scored` prompt tokens.
+
     """
 
     tag: Any
@@ -102,7 +105,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Served:
-    """Name the weights an engine serves: a folder of whole weights, and an adapter on it or None, each with its model digest."""
+    """Name what an engine serves: a folder of whole weights and an adapter on it, each with its model digest."""
 
     base: Path
     base_digest: str

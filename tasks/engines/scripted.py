@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tasks.engines.base import Message, Request, Response, Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ScriptedTemplate:
@@ -15,7 +18,8 @@ class ScriptedTemplate:
     def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Render conversations as `role: content` lines."""
         return [
-            list("".join(f"{one['role']}: {one['content']}\n" for one in messages).encode()) for messages in conversations
+            list("".join(f"{one['role']}: {one['content']}\n" for one in messages).encode())
+            for messages in conversations
         ]
 
     def encode(self, text: str) -> list[int]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from configs.run import EngineConfig
 from storage.errors import MissingDependencyError, StepFailedError, TransientError
 from tasks.engines.base import Request, Response, Served, Text
-from tasks.engines.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from configs.run import EngineConfig
+    from tasks.engines.template import ChatTemplate
 
 
 class VllmEngine:
     """Drive one `LLMEngine` request by request, so that shards commit while later requests run."""
 
-    def __init__(self, served: Served, config: EngineConfig, template: ChatTemplate, *, max_len: int, seed: int) -> None:
+    def __init__(
+        self, served: Served, config: EngineConfig, template: ChatTemplate, *, max_len: int, seed: int
+    ) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.cpu_kv_cache_gib))
         try:
             from vllm import EngineArgs, LLMEngine
@@ -61,7 +65,9 @@ class VllmEngine:
         from vllm.inputs import TokensPrompt
 
         if request.sampling and len(request.ids) + request.sampling.max_tokens > self._max_len:
-            error = f"prompt of {len(request.ids)} tokens and {request.sampling.max_tokens} to write exceed {self._max_len}"
+            error = (
+                f"prompt of {len(request.ids)} tokens and {request.sampling.max_tokens} to write exceed {self._max_len}"
+            )
             self._failed.append(Response(request.tag, error=error))
             return
         self._count += 1
@@ -97,10 +103,14 @@ class VllmEngine:
         if request.scored:
             rows = output.prompt_logprobs[-request.scored :]
             ids = request.ids[-request.scored :]
-            return Response(request.tag, logprobs=tuple(row[token].logprob for row, token in zip(rows, ids, strict=True)))
+            return Response(
+                request.tag, logprobs=tuple(row[token].logprob for row, token in zip(rows, ids, strict=True))
+            )
         return Response(
             request.tag,
-            tuple(Text(one.text, one.finish_reason, len(one.token_ids), one.cumulative_logprob) for one in output.outputs),
+            tuple(
+                Text(one.text, one.finish_reason, len(one.token_ids), one.cumulative_logprob) for one in output.outputs
+            ),
         )
 
     def close(self) -> None:

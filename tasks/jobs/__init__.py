@@ -1,0 +1,1 @@
+"""Run GPU jobs, each in a process group of its own."""

@@ -8,10 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.run import EngineKind, RunConfig
 from storage.errors import StarwheelError, TransientError
@@ -21,6 +20,9 @@ from tasks.engines.base import Engine, Served
 from tasks.jobs.session import Session, SessionPlan
 from tasks.models import Model, seed_of
 from tasks.step import Context, Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,7 @@ def _train(context: Context, spec: JobSpec) -> None:
         from tasks.training.scripted import train as trainer
     else:
         from tasks.training.trainer import train as trainer
-    context.ensure(
-        step, lambda: train.make_checkpoint(context, step, training, trainer), iteration=training.iteration
-    )
+    context.ensure(step, lambda: train.make_checkpoint(context, step, training, trainer), iteration=training.iteration)
     train.discard_scratch(context, step)
 
 
@@ -126,7 +126,9 @@ def _served(context: Context, model: Model) -> Served:
         return Served(base, model.base, adapter, model.digest)
     from tasks.training.merge import merge_adapter
 
-    return Served(merge_adapter(base, adapter, context.work / "merged", dtype=context.config.engine.dtype), model.digest)
+    return Served(
+        merge_adapter(base, adapter, context.work / "merged", dtype=context.config.engine.dtype), model.digest
+    )
 
 
 def die_with_parent() -> None:

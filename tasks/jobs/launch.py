@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from storage import errors
 from storage.errors import StarwheelError, StepFailedError, TransientError
 from tasks.jobs.entry import JobSpec, run_job
-from tasks.step import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tasks.step import Event
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 5.0

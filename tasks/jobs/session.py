@@ -1,25 +1,29 @@
-"""Run one engine session of a checkpoint: parity · evaluate dev · gate · sample, while test and suites fill the queue."""
+"""Run one engine session: parity · evaluate dev · gate · sample, while test and suites fill the queue."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from storage.errors import StepFailedError
-from storage.manifest import Manifest
 from storage.schema import part
 from tasks import evaluate, gate, parity, sample, score, split
-from tasks.engines.base import Engine
 from tasks.generation import Generation, Questions
 from tasks.models import Model
 from tasks.step import Context, NotCommittedError, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from storage.manifest import Manifest
+    from tasks.engines.base import Engine
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class SessionPlan:
         train: key of the step that trained the checkpoint; None for the base model.
         previous: key of the dev score of the checkpoint before; None at the first.
         sample: whether the checkpoint writes rationales for part `checkpoint + 1`.
+
     """
 
     checkpoint: int
@@ -151,7 +156,7 @@ class Session:
         return [
             self._ask(
                 _labelled(evaluate.evaluate_step(self.config, digest, model, block), role, str(block)),
-                lambda block=block: evaluate.evaluate_questions(self.config, pairs, model, block),
+                partial(evaluate.evaluate_questions, self.config, pairs, model, block),
             )
             for block in evaluate.blocks(suite, votes)
         ]
@@ -251,4 +256,3 @@ class Asked:
         """Give the manifest; the step must be finished."""
         assert self.manifest is not None
         return self.manifest
-

@@ -1,0 +1,1 @@
+"""Hold the domain: prompts, verdicts, votes, statistics."""

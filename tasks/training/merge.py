@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def merge_adapter(base: Path, adapter: Path, out: Path, *, dtype: str) -> Path:
-    """Write base + adapter as whole weights into `out`, which is replaced; merged in fp32, stored in the engine's dtype."""
+    """Write base + adapter as whole weights into `out`, made anew; merged in fp32, stored in the engine's dtype."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
