@@ -21,6 +21,9 @@ SET = click.option(
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
+# Prefect's API gets every log line; the terminal has lines of its own, and errors are told as one sentence.
+QUIET_PREFECT = {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL", "PREFECT_SERVER_LOGGING_LEVEL": "ERROR"}
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="starwheel")
@@ -63,17 +66,23 @@ def resume(run_id: str, store: str | None, as_json: bool) -> None:
 
 
 def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
+    import signal
+
     from storage.store import open_store
     from tasks.jobs.launch import QUIET
 
-    for name, value in {**QUIET, "PREFECT_LOGGING_LEVEL": "WARNING", "PREFECT_SERVER_LOGGING_LEVEL": "ERROR"}.items():
+    for name, value in {**QUIET, **QUIET_PREFECT}.items():
         os.environ.setdefault(name, value)
-    from flows.star import star
-
-    click.echo(f"run {run_id} in {store}", err=True)
+    for sign in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sign, lambda number, _: sys.exit(128 + number))
     where = "" if store == _default_store() else f" --store {store}"
+    click.echo(f"run {run_id} in {store}", err=True)
     try:
-        done = star(run_id=run_id, store=store)
+        from flows.embedded import prefect_api
+        from flows.star import star
+
+        with prefect_api():
+            done = star(run_id=run_id, store=store)
     except BaseException:
         click.echo(
             f"\n{run_id} stopped; what is committed stays. Go on with: starwheel resume {run_id}{where}", err=True

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 QUIET_SECONDS = 10.0  # between progress lines where stderr is no terminal
+WIDTH = 240  # of tables where stdout is no terminal
 
 
 def progress_listener() -> Callable[[Mapping[str, Any]], None]:
@@ -22,6 +23,8 @@ def progress_listener() -> Callable[[Mapping[str, Any]], None]:
         nonlocal last
         if event["event"] == "step":
             _line(live, _step_line(event), end="\n")
+        elif event["event"] == "failed":
+            _line(live, f"failed  {event['task']}: {plain(event['message'])}", end="\n")
         elif event["event"] == "progress" and (live or time.monotonic() - last > QUIET_SECONDS):
             last = time.monotonic()
             _line(live, _progress_line(event), end="" if live else "\n")
@@ -70,7 +73,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     table = Table(*columns, box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(table)
 
 
 def plain(cell: Any) -> str:

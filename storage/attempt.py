@@ -182,10 +182,10 @@ class Attempt:
             raise StepFailedError(
                 f"step {self.key} has {len(shards)} of {len(fields['shards'])} shards; resume to compute the others"
             )
-        names = sorted({name for shard in shards for name in shard.files})
-        return {
-            name: self._join(name, [shard.files[name] for shard in shards if name in shard.files]) for name in names
-        }
+        names = {name for shard in shards for name in shard.files}
+        if any(set(shard.files) != names for shard in shards):
+            raise StepFailedError(f"shards of step {self.key} lack some of {sorted(names)}; report this as a bug")
+        return {name: self._join(name, [shard.files[name] for shard in shards]) for name in sorted(names)}
 
     def _join(self, name: str, files: Sequence[File]) -> Artifact:
         total = TableDigest(SCHEMAS[name])

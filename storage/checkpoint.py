@@ -54,10 +54,8 @@ def put(backend: Backend, folder: Path) -> CheckpointRef:
         key = layout.checkpoint(digest, entry.name)
         backend.put_file(key, paths[entry.name], sha256=entry.sha256, read_back=True)
     failpoint.hit(f"checkpoint {digest} payload stored")
-    if not backend.put_new(layout.checkpoint_index(digest), index):
-        _read_index(
-            backend, digest
-        )  # damaged on the way is fine, damaged in the store is an error here and not in a week
+    backend.put_new(layout.checkpoint_index(digest), index)
+    _read_index(backend, digest)  # a damaged index must be an error here and not next week
     return CheckpointRef(digest=digest, bytes=sum(entry.bytes for entry in entries), files=tuple(paths))
 
 

@@ -117,7 +117,7 @@ class Store:
             created = now.isoformat(timespec="seconds")
             frozen = {"run_id": run_id, "config": config, "code_version": code_version, "created": created}
             if self.backend.put_new(layout.run(run_id), record.encode({**frozen, "nonce": secrets.token_hex(16)})):
-                return run_id
+                return self.run(run_id).run_id  # read back, so that a config damaged on the way is noticed now
 
     def run(self, run_id: str) -> RunRecord:
         """Return what was frozen when the run was made, or raise StoreError naming the runs there are."""

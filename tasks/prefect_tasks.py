@@ -39,57 +39,60 @@ class PrefectRun(Run):
 
     def base(self) -> Model:
         """Put the base model into the store."""
-        return _task("base", super().base)()
+        return self._task("base", super().base)()
 
     def split(self, base: Model) -> Manifest:
         """Read the pairs and cut them."""
-        return _task("split", super().split)(base)
+        return self._task("split", super().split)(base)
 
     def bootstrap(self, data: Manifest) -> Manifest:
         """Build the warm start's rows."""
-        return _task("bootstrap", super().bootstrap)(data)
+        return self._task("bootstrap", super().bootstrap)(data)
 
     def session(
         self, data: Manifest, judge: Checkpoint, base: Model, *, before: Manifest | None, sample: bool
     ) -> SessionResult:
         """Ask a checkpoint everything in one engine start."""
-        return _task(f"session of checkpoint {judge.number}", super().session)(
+        return self._task(f"session of checkpoint {judge.number}", super().session)(
             data, judge, base, before=before, sample=sample
         )
 
     def select(self, iteration: int, data: Manifest, samples: Manifest) -> Manifest:
         """Keep what may be trained on."""
-        return _task(f"select {iteration}", super().select)(iteration, data, samples)
+        return self._task(f"select {iteration}", super().select)(iteration, data, samples)
 
     def pairs(
         self, iteration: int, data: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
     ) -> Manifest:
         """Build the training rows."""
-        return _task(f"pairs {iteration}", super().pairs)(iteration, data, samples, selected=selected, earlier=earlier)
+        return self._task(f"pairs {iteration}", super().pairs)(iteration, data, samples, selected=selected, earlier=earlier)
 
     def train(self, iteration: int, rows: Manifest, base: Model, previous: Model) -> Checkpoint:
         """Train a checkpoint."""
-        return _task(f"train {iteration}", super().train)(iteration, rows, base, previous)
+        return self._task(f"train {iteration}", super().train)(iteration, rows, base, previous)
 
     def show_step(self, event: Event) -> None:
         """Show a committed step as a task."""
         name = " ".join(str(event[part]) for part in ("iteration", "step", "label") if event[part] != "")
         committed.with_options(task_run_name=name)(dict(event))
 
+    def _task(self, name: str, method: Callable[P, R]) -> Callable[P, R]:
+        def is_transient(_task: Any, _run: Any, state: State[Any]) -> bool:
+            error = state.result(raise_on_failure=False)
+            if not isinstance(error, TransientError):
+                return False
+            self._listen({"event": "failed", "task": name, "message": str(error)})
+            return True
 
-def _task(name: str, method: Callable[P, R]) -> Callable[P, R]:
-    def is_transient(_task: Any, _run: Any, state: State[Any]) -> bool:
-        return isinstance(state.result(raise_on_failure=False), TransientError)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return method(*args, **kwargs)
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return method(*args, **kwargs)
-
-    return task(
-        name=name.split(" ")[0],
-        task_run_name=name,
-        retries=RETRIES,
-        retry_delay_seconds=RETRY_SECONDS,
-        retry_condition_fn=is_transient,
-        cache_policy=NO_CACHE,
-        persist_result=False,
-    )(call)
+        return task(
+            name=name.split(" ")[0],
+            task_run_name=name,
+            retries=RETRIES,
+            retry_delay_seconds=RETRY_SECONDS,
+            retry_condition_fn=is_transient,
+            cache_policy=NO_CACHE,
+            persist_result=False,
+        )(call)

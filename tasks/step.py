@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -121,14 +121,20 @@ PACKAGES = (
 
 def software() -> dict[str, Any]:
     """Say which software and machine made a manifest; recorded, never in a key."""
+    return {
+        "versions": dict(_versions()),
+        "python": platform.python_version(),
+        "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
+    }
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    """Read the installed versions once a process: 60 ms, as much as a whole small step."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {
-        "versions": versions,
-        "python": platform.python_version(),
-        "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
-    }
+    return versions

@@ -23,6 +23,7 @@ class Action(StrEnum):
     RESET_BEFORE = "connection reset before it is applied"
     CUT_REQUEST = "upload cut in the middle"
     FLIP_REQUEST = "bit flipped in the upload"
+    FLIP_UNCHECKED = "bit flipped in the upload, its checksum taken away"
     DELAY = "delayed"
     DUPLICATE = "sent twice"
     APPLY_THEN_REFUSE = "applied, then answered with an error"
@@ -122,7 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(fault.seconds)
         if fault and action is Action.REFUSE:
             return self._refuse(fault)
-        answer = self._forward(self.server.flip(body) if action is Action.FLIP_REQUEST else body)
+        if action is Action.FLIP_UNCHECKED:
+            del self.headers["Content-MD5"]
+        flipped = action in {Action.FLIP_REQUEST, Action.FLIP_UNCHECKED}
+        answer = self._forward(self.server.flip(body) if flipped else body)
         if action is Action.DUPLICATE:
             answer = self._forward(body)
         if fault and action is Action.APPLY_THEN_REFUSE:

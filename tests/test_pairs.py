@@ -232,7 +232,7 @@ def test_golden() -> None:
 
 def test_speed() -> None:
     """Take 200 000 judgments through judge, select and pairs without a loop over rows."""
-    completions, pairs = _many(200_000)
+    completions, pairs = many(200_000)
     start = time.perf_counter()
     judged = judge(completions, pairs)
     right, _ = select.select(judged, SelectConfig(balance=True), seed=1)
@@ -244,7 +244,8 @@ def test_speed() -> None:
     assert min(sft.num_rows, dpo_rows.num_rows) > 20_000
 
 
-def _many(count: int) -> tuple[pa.Table, pa.Table]:
+def many(count: int) -> tuple[pa.Table, pa.Table]:
+    """Make completions, eight a pair, and their pairs; the benchmark takes a million."""
     row = np.arange(count)
     names = np.array([f"{number:064x}" for number in range(count // 8)])
     texts = np.array([f"{'word ' * 60}[[A]]", f"{'word ' * 60}[[B]].", "no verdict"])

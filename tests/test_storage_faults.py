@@ -150,6 +150,22 @@ def test_flipped_data_in_the_way_is_never_read(proxy: FaultProxy, bucket: str, t
     assert [path for path in tmp_path.glob("cache-*/objects/*") if path.stat().st_size < 100] == []
 
 
+def test_damage_that_the_server_lets_in_is_mended_or_said(
+    proxy: FaultProxy, bucket: str, raw: Raw, tmp_path: Path
+) -> None:
+    """Do without the server's check of Content-MD5: payloads and records are read back before anyone goes on."""
+    store = connect(bucket, tmp_path)
+    unchecked = Fault(Action.FLIP_UNCHECKED, "PUT", r"\.parquet|safetensors", times=3)
+    proxy.set(unchecked)
+    commit(store, "me")
+    store.put_checkpoint(checkpoint(tmp_path / "weights", 5))
+    assert proxy.fired[unchecked] == 3
+    assert audit(raw).checkpoints == 1
+    proxy.set(Fault(Action.FLIP_UNCHECKED, "PUT", r"manifest\.json"))
+    with pytest.raises(CorruptArtifactError, match=r"k2/0/manifest\.json"):
+        store.attempt("k2").commit(step="x", version=1, inputs={}, key_parts={}, counts={}, facts={})
+
+
 def test_an_unknown_commit_is_said_and_resolved_by_the_next_start(
     proxy: FaultProxy, bucket: str, raw: Raw, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from samples import judgments
 from storage import layout, record
 from storage.digest import digest_table
 from storage.errors import CorruptArtifactError, StepFailedError, StoreError
+from storage.schema import empty
 from storage.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -181,6 +182,15 @@ def test_shards_join_to_what_one_table_would_be(store: Store, tmp_path: Path) ->
 
 def _rows(start: int, stop: int) -> dict[str, pa.Table]:
     return {"judgments": judgments(stop - start, start=start)}
+
+
+def test_a_shard_that_lacks_an_artifact_is_refused(store: Store) -> None:
+    attempt = store.attempt(KEY)
+    attempt.plan(["a", "b"], 1)
+    whole = attempt.commit_shard(0, {"judgments": judgments(1), "metrics": empty("metrics")}, {})
+    part = attempt.commit_shard(1, {"judgments": judgments(1)}, {})
+    with pytest.raises(StepFailedError, match=r"lack some of \['judgments', 'metrics'\]"):
+        commit(attempt, shards=[whole, part])
 
 
 def test_a_shard_is_committed_once(store: Store, tmp_path: Path) -> None:

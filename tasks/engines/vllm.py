@@ -21,6 +21,7 @@ class VllmEngine:
         self, served: Served, config: EngineConfig, template: ChatTemplate, *, max_len: int, seed: int
     ) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.cpu_kv_cache_gib))
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # vLLM would leave one core to its scheduler
         try:
             from vllm import EngineArgs, LLMEngine
             from vllm.lora.request import LoRARequest

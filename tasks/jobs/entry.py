@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +16,7 @@ from storage.errors import StarwheelError, TransientError
 from storage.store import open_store
 from tasks import models, split, train
 from tasks.engines.base import Engine, Served
+from tasks.jobs.lifeline import die_with_parent
 from tasks.jobs.session import Session, SessionPlan
 from tasks.models import Model, seed_of
 from tasks.step import Context, Event
@@ -131,21 +131,9 @@ def _served(context: Context, model: Model) -> Served:
     )
 
 
-def die_with_parent() -> None:
-    """Kill the whole process group when the parent is gone, so that no engine child keeps the GPU."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
-
-
-def main(spec_file: str, events_fd: str) -> int:
+def main(spec_file: str, events_fd: str, lifeline_fd: str) -> int:
     """Run the job of a spec file and write its events, one JSON line each, to a file descriptor."""
-    die_with_parent()
+    die_with_parent(int(lifeline_fd))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     events = os.fdopen(int(events_fd), "w", buffering=1)
     lock = threading.Lock()

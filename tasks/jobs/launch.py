@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +18,7 @@ from storage.errors import StarwheelError, StepFailedError, TransientError
 from tasks.jobs.entry import JobSpec, run_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from tasks.step import Event
 
@@ -53,7 +55,7 @@ class InlineLauncher:
 
 
 class ProcessLauncher:
-    """Run each job in a process group of its own; its output goes to `<work>/logs/<number>-<kind>.log`."""
+    """Run each job in a process group of its own; spec and output are in `<work>/jobs/<number>-<kind>.*`."""
 
     def __init__(self, work: Path, *, python: str = sys.executable) -> None:
         self._jobs = work / "jobs"
@@ -66,29 +68,46 @@ class ProcessLauncher:
         spec_file = self._jobs / f"{number:03d}-{spec.kind}.json"
         spec_file.write_text(spec.to_json())
         log = spec_file.with_suffix(".log")
-        reader, writer = os.pipe()
-        command = [self._python, "-m", "tasks.jobs.entry", str(spec_file), str(writer)]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**QUIET, **os.environ},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(writer,),
-                start_new_session=True,
-            )
-            os.close(writer)
-            try:
-                failure = _listen(reader, emit)
-                code = process.wait()
-            finally:
-                end_group(process)
+        with start_job([self._python, "-m", "tasks.jobs.entry", str(spec_file)], log) as (process, events):
+            failure = _listen(events, emit)
+            code = process.wait()
         if failure is not None:
             raise failure
         if code != 0:
-            raise TransientError(f"the {spec.kind} job ended with code {code}: {_last_line(log)} (log: {log})")
+            raise TransientError(f"the {spec.kind} job ended with code {code}: {last_line(log)} (log: {log})")
+
+
+@contextmanager
+def start_job(command: Sequence[str], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start a command in a process group of its own; give it and the pipe of its events.
+
+    The command gets two descriptors as its last arguments: where events go, and its lifeline. Whatever it started is
+    ended when it ends by itself, when the block is left, and when this process dies.
+    """
+    events, events_end = os.pipe()
+    lifeline_end, lifeline = os.pipe()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(events_end), str(lifeline_end)],
+            cwd=ROOT,
+            env={**QUIET, **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(events_end, lifeline_end),
+            start_new_session=True,
+        )
+    os.close(events_end)
+    os.close(lifeline_end)
+    # What a dead job leaves behind would hold the events open, and the listener would wait for it for ever.
+    warden = threading.Thread(target=lambda: (process.wait(), end_group(process)), daemon=True)
+    warden.start()
+    try:
+        yield process, events
+    finally:
+        end_group(process)
+        warden.join()
+        os.close(lifeline)
 
 
 def _listen(reader: int, emit: Callable[[Event], None]) -> StarwheelError | None:
@@ -96,6 +115,8 @@ def _listen(reader: int, emit: Callable[[Event], None]) -> StarwheelError | None
     failure = None
     with os.fdopen(reader) as events:
         for line in events:
+            if not line.endswith("\n"):  # killed while it wrote
+                break
             event = json.loads(line)
             if event["event"] == "error":
                 kind = getattr(errors, event["kind"], StepFailedError)
@@ -127,6 +148,7 @@ def _alive(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Give the last words of a job."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it printed nothing"

@@ -1,0 +1,18 @@
+"""Tie a process group to the process that started it: when that one is gone, killed or crashed, so is the group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+
+def die_with_parent(lifeline: int) -> None:
+    """Kill the own process group when the pipe `lifeline` ends: the parent holds its other end and never writes."""
+
+    def watch() -> None:
+        while os.read(lifeline, 1):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
