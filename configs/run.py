@@ -136,6 +136,9 @@ class EngineConfig(Section):
     tensor_parallel: Annotated[int, NotInKey("GPUs do not change what is asked")] = Field(1, ge=1)
     gpu_memory: Annotated[float, NotInKey("memory does not change what is asked")] = Field(0.9, gt=0, le=1)
     cpu_kv_cache_gib: Annotated[int, NotInKey("memory does not change what is asked")] = Field(2, ge=1)
+    in_process: Annotated[bool, NotInKey("where the engine runs does not change what is asked")] = Field(
+        False, description="run vLLM inside the job's own process: on few CPU cores its helpers' polling costs more than it gives"
+    )
     enforce_eager: Annotated[bool, NotInKey("compilation does not change what is asked")] = False
     max_num_seqs: Annotated[int, NotInKey("batching does not change what is asked")] = Field(256, ge=1)
     extra: Annotated[dict[str, Any], NotInKey("passed verbatim to vLLM; recorded in the manifest")] = Field(

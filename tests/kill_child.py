@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     "data": {"sources": [{"name": "made", "generator": {"categories": ["capitals"], "count": 30}}], "suites": []},
     "split": {"dev": 0.1, "test": 0.1, "bootstrap": 2},
     "sample": {"n": 2, "shard_pairs": 8},
-    "evaluate": {"votes": 1, "dev_votes": 1, "shard_pairs": 3},
+    "evaluate": {"votes": 1, "dev_votes": 1, "base": False},
     "pairs": {"data": "cumulative"},
 }
 
@@ -164,29 +164,34 @@ def do(task: dict[str, Any]) -> None:
 def serve() -> None:
     """Fork a child for each task."""
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            code = FAILED
-            try:
-                do(json.loads(line))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        load_what_was_needed(json.loads(line))
-        print(code, flush=True)
+        task = json.loads(line)
+        print(0 if task["do"] == "load" else fork(task), flush=True)
+        if task["do"] in {"load", "golden"}:
+            load_what_was_needed(Path(task["folder"]))
 
 
-def load_what_was_needed(task: dict[str, Any]) -> None:
+def fork(task: dict[str, Any]) -> int:
+    """Do a task in a child; give its exit code."""
+    child = os.fork()
+    if child == 0:
+        code = FAILED
+        try:
+            do(task)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def load_what_was_needed(golden: Path) -> None:
     """Import what the undisturbed run imported, so that no later child has to."""
-    if task["do"] == "golden":
-        for name in json.loads(Path(task["folder"], "result.json").read_text())["modules"]:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-        gc.freeze()
+    for name in json.loads((golden / "result.json").read_text())["modules"]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -60,8 +60,10 @@ def test_rationales_end_with_the_verdict_of_their_order(rows: list[dict[str, str
         assert row["rationale"].endswith(f" [[{row['label']}]]")
         assert row["rationale_swapped"].endswith(f" [[{other[row['label']]}]]")
         argument, swapped = (row[name][: -len(" [[A]]")] for name in ("rationale", "rationale_swapped"))
-        first, second = re.fullmatch(r"A (.+), B (.+)\.", argument).groups()  # type: ignore[union-attr]
-        assert swapped == f"A {second}, B {first}."
+        first, second = re.fullmatch(r"A (.+)\. B (.+)\.", argument).groups()  # type: ignore[union-attr]
+        assert swapped == f"A {second}. B {first}."
+        assert {first.split(": ")[1], second.split(": ")[1]} == {"yes", "no"}
+        assert (first if row["label"] == "A" else second).endswith(": yes")
 
 
 def test_neither_label_nor_length_tells_the_answer(rows: list[dict[str, str]]) -> None:

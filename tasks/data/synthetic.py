@@ -159,8 +159,8 @@ def _topic(index: int, seed: int, category: str) -> str:
 def _row(index: int, category: str, label: str, seed: int) -> dict[str, str]:
     """Write row `index` of a category with the right answer in the place `label`."""
     draft = _RULES[category](random.Random(f"{seed}:{category}:{index}"), _topic(index, seed, category))
-    first_right = f"A {draft.why_right}, B {draft.why_wrong}. [[A]]"
-    first_wrong = f"A {draft.why_wrong}, B {draft.why_right}. [[B]]"
+    first_right = f"A {draft.why_right}: yes. B {draft.why_wrong}: no. [[A]]"
+    first_wrong = f"A {draft.why_wrong}: no. B {draft.why_right}: yes. [[B]]"
     right_is_a = label == "A"
     return {
         "prompt": draft.prompt,

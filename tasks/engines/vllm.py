@@ -21,7 +21,8 @@ class VllmEngine:
         self, served: Served, config: EngineConfig, template: ChatTemplate, *, max_len: int, seed: int
     ) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(config.cpu_kv_cache_gib))
-        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # vLLM would leave one core to its scheduler
+        if config.in_process:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             from vllm import EngineArgs, LLMEngine
             from vllm.lora.request import LoRARequest
@@ -52,6 +53,7 @@ class VllmEngine:
             "trust_remote_code": False,
             "disable_log_stats": True,
             "seed": seed,
+            **({"distributed_executor_backend": "uni"} if config.in_process else {}),
             **({"enable_lora": True, "max_lora_rank": _rank(served)} if served.adapter else {}),
             **config.extra,
         }
