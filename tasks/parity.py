@@ -54,19 +54,21 @@ def check_parity(probes: pa.Table, engine: Engine, model: Model) -> dict[str, An
     Run before anything else is asked of the engine: it drains it.
     """
     rows = probes.to_pylist()
-    for row, ids in zip(rows, engine.template.prompts([row["prompt"] for row in rows]), strict=True):
+    for number, (row, ids) in enumerate(
+        zip(rows, engine.template.prompts([row["prompt"] for row in rows]), strict=True)
+    ):
         if ids != row["ids"][: len(ids)] or len(ids) != len(row["ids"]) - row["completion_tokens"]:
             raise StepFailedError(
                 f"parity: the engine's token ids of pair {row['pair_id']} differ from the trainer's; "
                 "tokenizer or chat template of checkpoint and engine are not the same"
             )
-        engine.add(Request(row["pair_id"], row["ids"], model.digest, scored=row["completion_tokens"]))
-    found: dict[str, Sequence[float]] = {}
+        engine.add(Request(number, row["ids"], model.digest, scored=row["completion_tokens"]))
+    found: dict[int, Sequence[float]] = {}
     while len(found) < len(rows):
         for response in engine.poll():
             found[response.tag] = response.logprobs
     parity = compare(
-        [found[row["pair_id"]] for row in rows],
+        [found[number] for number in range(len(rows))],
         [row["logprobs"] for row in rows],
         [row["start_logprobs"] for row in rows],
     )
