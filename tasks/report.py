@@ -181,7 +181,7 @@ def plot(report: Report) -> bytes:
     suites = sorted(
         {one.suite for one in report.scores if one.suite != "dev"}, key=lambda suite: (suite != "test", suite)
     )
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     for number, suite in enumerate(suites):
         _draw(left, report, judges, (suite, "forced_choice"), label=suite, shift=0.06 * number)
     left.axhline(0.5, color="0.6", linewidth=0.8, linestyle=":")
@@ -202,7 +202,7 @@ def plot(report: Report) -> bytes:
         axes.set_xticks(
             range(len(judges)), ["untrained" if judge == "base" else f"checkpoint {judge}" for judge in judges]
         )
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.1), ncols=2)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(report.run_id, fontsize=9, color="0.4")
     picture = BytesIO()
