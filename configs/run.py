@@ -137,7 +137,8 @@ class EngineConfig(Section):
     gpu_memory: Annotated[float, NotInKey("memory does not change what is asked")] = Field(0.9, gt=0, le=1)
     cpu_kv_cache_gib: Annotated[int, NotInKey("memory does not change what is asked")] = Field(2, ge=1)
     in_process: Annotated[bool, NotInKey("where the engine runs does not change what is asked")] = Field(
-        False, description="run vLLM inside the job's own process: on few CPU cores its helpers' polling costs more than it gives"
+        False,
+        description="run vLLM inside the job's own process: on few CPU cores its helpers' polling costs more than it gives",
     )
     enforce_eager: Annotated[bool, NotInKey("compilation does not change what is asked")] = False
     max_num_seqs: Annotated[int, NotInKey("batching does not change what is asked")] = Field(256, ge=1)
@@ -252,7 +253,7 @@ class GateConfig(Section):
 class RunConfig(Section):
     """Describe a run whole. `run` freezes it; nothing else steers a run."""
 
-    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
+    name: Annotated[str, NotInKey("a label of the run")] = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     seed: int = Field(0, ge=0, description="names a replicate: split, order, trainer and engine are seeded by it")
     iterations: int = Field(3, ge=1, le=99)
     method: Method = Method.STAR_SFT

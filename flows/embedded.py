@@ -59,11 +59,11 @@ def start_server() -> str:
     try:
         connection = HTTPConnection("127.0.0.1", int(port), timeout=START_SECONDS)
         connection.request("GET", "/api/health")
-        answer = connection.getresponse().status
+        answer = f"status {connection.getresponse().status}"
         connection.close()
     except (OSError, HTTPException, ValueError) as error:
         answer = repr(error)
-    if answer != 200:
+    if answer != "status 200":
         raise TransientError(f"Prefect's embedded server didn't start ({answer}): {last_line(log)}")
     return f"http://127.0.0.1:{port}/api"
 

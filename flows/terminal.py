@@ -70,10 +70,15 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(Text(plain(name)))
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    if title:
+        console.print(Text(plain(title)), soft_wrap=True)
+    console.print(table)
 
 
 def plain(cell: Any) -> str:

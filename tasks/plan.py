@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from storage.store import Store
+    from tasks.jobs.session import SessionPlan, SessionResult
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,18 @@ class Planned:
     rows: int | None
 
 
+class Walk(DryRun):
+    """Look on past a missing sample: the scores of the same session don't wait for it."""
+
+    def _committed_session(self, plan: SessionPlan) -> SessionResult:
+        try:
+            return super()._committed_session(plan)
+        except NotCommittedError:
+            if plan.sample:
+                super()._committed_session(replace(plan, sample=False))
+            raise
+
+
 def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
     """Walk the loop `walk` (flows/iteration.py) over what is committed; the first gap and all after it are to do."""
     reused: dict[tuple[int, str, str], Event] = {}
@@ -38,7 +51,7 @@ def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
         if event["event"] == "step":
             reused[event["iteration"], event["step"], event["label"]] = event
 
-    run = DryRun(Context(store, config, Path(config.work)), heard)
+    run = Walk(Context(store, config, Path(config.work)), heard)
     gap = ""
     try:
         walk(run)

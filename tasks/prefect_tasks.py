@@ -65,7 +65,9 @@ class PrefectRun(Run):
         self, iteration: int, data: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
     ) -> Manifest:
         """Build the training rows."""
-        return self._task(f"pairs {iteration}", super().pairs)(iteration, data, samples, selected=selected, earlier=earlier)
+        return self._task(f"pairs {iteration}", super().pairs)(
+            iteration, data, samples, selected=selected, earlier=earlier
+        )
 
     def train(self, iteration: int, rows: Manifest, base: Model, previous: Model) -> Checkpoint:
         """Train a checkpoint."""

@@ -21,6 +21,7 @@ import small
 
 import storage.store
 import tasks.jobs.session
+from configs.run import RunConfig
 from flows.iteration import star
 from storage import failpoint
 from storage.store import open_store
@@ -30,7 +31,6 @@ from tasks.run import Run, create_run, open_run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from configs.run import RunConfig
     from tasks.jobs.entry import JobSpec
     from tasks.step import Event
 
@@ -82,9 +82,12 @@ def clone(source: Path, target: Path) -> None:
 
 
 def described(base: Path) -> RunConfig:
-    """Describe the run, in folders relative to the working directory."""
-    made = small.config(base, **SMALL)
-    return made.model_copy(update={"store": "store", "work": "work"})
+    """Describe the run, in folders relative to the working directory; the first caller writes the base model."""
+    frozen = base / "config.json"
+    if not frozen.exists():
+        made = small.config(base, **SMALL).model_copy(update={"store": "store", "work": "work"})
+        frozen.write_text(made.model_dump_json())
+    return RunConfig.model_validate_json(frozen.read_text())
 
 
 def golden(base: Path, into: Path) -> dict[str, Any]:
@@ -147,10 +150,10 @@ def resumed(base: Path) -> Run:
 def do(task: dict[str, Any]) -> None:
     """Do one task in this process and write what it gives to `result.json`."""
     os.chdir(task["folder"])
-    os.fsync = lambda _: None  # it guards against power cuts, which no test here makes
+    os.fsync = lambda fd: None  # it guards against power cuts, which no test here makes
     storage.store.LOCAL_RACES.update(rounds=1, threads=1)
     if not task.get("threads"):
-        tasks.jobs.session.ThreadPoolExecutor = InlinePool  # type: ignore[attr-defined]
+        tasks.jobs.session.ThreadPoolExecutor = InlinePool  # type: ignore[assignment,attr-defined]
     base = Path(task["base"])
     if task["do"] == "golden":
         result = golden(base, Path(task["into"]))

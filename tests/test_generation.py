@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import small
@@ -23,10 +24,11 @@ from tasks.judge import verdict
 from tasks.step import Context, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from storage.manifest import Manifest
+    from tasks.engines import base
     from tasks.engines.base import Request
 
 STEP = Step("sample", 1, {"pairs": "some", "model": "m"}, {})
@@ -62,6 +64,14 @@ class Engine(ScriptedEngine):
         return {one.tag[2] for one in self.asked if one.sampling}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_fsync() -> Iterator[None]:
+    """Leave out what guards against power cuts, which no test here makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
     store = open_store(str(tmp_path / "store"))
@@ -85,7 +95,7 @@ def answer(
     context: Context, asked: Questions, engine: Engine, after: Callable[[Generation], None] = lambda _: None
 ) -> Manifest:
     """Do what a session does, one request at a time; `after` is called behind each answer, with nothing being saved."""
-    generation = Generation(context, STEP, asked, engine, iteration=1)
+    generation = Generation(context, STEP, asked, cast("base.Engine", engine), iteration=1)
     while not generation.answered:
         request = generation.next_request()
         if request is not None:

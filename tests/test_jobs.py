@@ -160,9 +160,7 @@ def test_events_arrive_in_order(job: Callable[..., list[dict[str, Any]]]) -> Non
     assert [one["done"] for one in job("events")] == [1, 2]
 
 
-def test_a_killed_job_is_transient_and_names_its_log(
-    job: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_killed_job_is_transient_and_names_its_log(job: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     with pytest.raises(TransientError) as caught:
         job("killed")
     log = tmp_path / "jobs" / "000-session.log"
@@ -201,14 +199,18 @@ def test_an_interrupt_ends_the_whole_group(job: Callable[..., list[dict[str, Any
 
 
 def test_a_signal_while_the_job_runs_ends_it(job: Callable[..., list[dict[str, Any]]]) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     heard: list[Any] = []
 
     def later(event: Any) -> None:
         heard.append(event)
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
-    with pytest.raises(KeyboardInterrupt):
-        job("engine", later)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            job("engine", later)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert gone(heard[0]["pid"], 1)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -22,18 +22,21 @@ from configs.run import NotInKey, RunConfig, Section
 from flows.iteration import star
 from storage.digest import digest_json
 from storage.manifest import Artifact, Manifest
-from storage.schema import SCHEMAS
+from storage.schema import SCHEMAS, empty
+from tasks.engines.scripted import ScriptedEngine
 from tasks.run import DryRun, Run
 from tasks.step import Context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
+    import pyarrow as pa
     from pydantic.fields import FieldInfo
 
     from storage.store import Store
+    from tasks.engines.base import Request
 
-# A small run's steps: name -> how often.
 ONE_ITERATION = {"iterations": 1, "evaluate": {"base": False}}
 
 
@@ -91,6 +94,14 @@ class Runner:
         return small.config(self.folder, **{**ONE_ITERATION, **changes})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_fsync() -> Iterator[None]:
+    """Leave out what guards against power cuts, which no test here makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give a folder with a store that holds a whole small run."""
@@ -119,8 +130,18 @@ def test_a_second_run_reuses_every_step_and_starts_nothing(runner: Runner) -> No
     assert len(done.store.runs()) == 2
 
 
-def test_another_temperature_samples_again_and_what_follows_no_more(runner: Runner) -> None:
+class WarmEngine(ScriptedEngine):
+    """Answer otherwise at another temperature, as real engines do."""
+
+    def add(self, request: Request) -> None:
+        if request.sampling and request.sampling.temperature != 1:
+            request = replace(request, model=f"{request.model} at {request.sampling.temperature}")
+        super().add(request)
+
+
+def test_another_temperature_samples_again_and_what_follows(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap 3: a changed temperature never goes on with the old completions."""
+    monkeypatch.setattr("tasks.engines.scripted.ScriptedEngine", WarmEngine)
     done = runner.run(runner.config(sample={"temperature": 0.7}))
     assert {one for one in done.computed() if one[0] == 0} == set()
     assert done.computed() == {
@@ -174,6 +195,7 @@ def test_the_same_base_at_another_path_is_the_same(runner: Runner) -> None:
 def test_retrained_weights_at_the_same_path_are_not_the_old(runner: Runner) -> None:
     """Trap 2: a cache by model name or path would reuse the rationales of the old weights."""
     described = runner.config()
+    assert runner.run(described).computed() == set()
     weights = runner.folder / "base" / "model.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
@@ -229,8 +251,8 @@ def test_a_voided_step_is_computed_as_the_next_attempt(runner: Runner) -> None:
 
 
 def test_more_votes_add_blocks(runner: Runner) -> None:
-    eight = runner.run(runner.config(evaluate={"votes": 8}))
-    sixteen = runner.run(runner.config(evaluate={"votes": 16}))
+    eight = runner.run(runner.config(evaluate={"votes": 8, "base": False}))
+    sixteen = runner.run(runner.config(evaluate={"votes": 16, "base": False}))
     old, new = eight.keys("evaluate"), sixteen.keys("evaluate")
     assert new.items() > old.items()
     added = {place: sixteen.steps[place] for place in new.keys() - old.keys()}
@@ -257,6 +279,9 @@ class FakeStore:
     def __init__(self, cache: Path) -> None:
         self.cache = SimpleNamespace(root=cache)
 
+    def read(self, artifact: Artifact, columns: list[str] | None = None) -> pa.Table:
+        return empty(artifact.name).select(columns or SCHEMAS[artifact.name].names)
+
     def manifest(self, key: str) -> Manifest:
         artifacts = {name: Artifact(name, 1, digest_json([key, name]), 1, ()) for name in SCHEMAS}
         sets = {name: digest_json([key, name]) for name in ("dev", "test", "made", "ood", *PARTS)}
@@ -268,6 +293,7 @@ class FakeStore:
         return Manifest(key, 0, "", 1, {}, {}, artifacts, {}, facts, "", "")
 
 
+FieldPath = tuple[str | int, ...]
 PARTS = tuple(f"part-{number}" for number in range(1, 9))
 
 
@@ -279,14 +305,14 @@ def step_keys(described: RunConfig, cache: Path) -> set[str]:
     return keys
 
 
-def fields(section: type[Section], path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], FieldInfo]]:
+def fields(section: type[Section], path: FieldPath = ()) -> Iterator[tuple[tuple[str | int, ...], FieldInfo]]:
     """Give every plain field of a config; of a list of sections, those of its first."""
     for name, field in section.model_fields.items():
         inner = [one for one in flat(field.annotation) if isinstance(one, type) and issubclass(one, Section)]
         many = any(get_origin(one) is tuple for one in (field.annotation, *get_args(field.annotation)))
         if inner:
             yield from fields(inner[0], (*path, name, 0) if many else (*path, name))
-            if not inner[0].model_fields.keys() or type(None) in flat(field.annotation) or many:
+            if many or (type(None) in flat(field.annotation) and name != "generator"):  # a source has one or a path
                 yield (*path, name), field  # the section itself may be left out
         else:
             yield (*path, name), field
@@ -333,7 +359,7 @@ def values_of(base: str, folder: Path) -> dict[str, Any]:
     return described.model_dump(mode="json")
 
 
-def at(values: Any, path: tuple[str | int, ...]) -> Any:
+def at(values: Any, path: FieldPath) -> Any:
     """Find a value; a section that is left out has none."""
     for one in path:
         if values is None or (isinstance(one, int) and not values):
@@ -342,7 +368,7 @@ def at(values: Any, path: tuple[str | int, ...]) -> Any:
     return values
 
 
-def changed(values: dict[str, Any], path: tuple[str | int, ...], value: Any) -> RunConfig | None:
+def changed(values: dict[str, Any], path: FieldPath, value: Any) -> RunConfig | None:
     """Change one field; None where the config can't be like that."""
     copy = json.loads(json.dumps(values))
     at(copy, path[:-1])[path[-1]] = value
@@ -353,7 +379,7 @@ def changed(values: dict[str, Any], path: tuple[str | int, ...], value: Any) -> 
     return described if described != RunConfig.model_validate(values) else None
 
 
-def in_keys(path: tuple[str | int, ...], field: FieldInfo, folder: Path) -> bool | None:
+def in_keys(path: FieldPath, field: FieldInfo, folder: Path) -> bool | None:
     """Say whether another value of a field gives other step keys in any run; None where no other value was found."""
     found: bool | None = None
     for base in BASES:
@@ -372,13 +398,16 @@ def in_keys(path: tuple[str | int, ...], field: FieldInfo, folder: Path) -> bool
             found = bool(found) or keys != before
             if found:
                 return True
-            break
     return found
 
 
 ALL_FIELDS = {".".join(str(one) for one in path): (path, field) for path, field in fields(RunConfig)}
 BY_CONTENT = {  # fields that name a file or folder: their content is in the keys, shown by tests above and below
-    "model.base", "model.revision", "data.sources.0.path", "data.suites.0.path", "bootstrap.rationales",
+    "model.base",
+    "model.revision",
+    "data.sources.0.path",
+    "data.suites.0.path",
+    "bootstrap.rationales",
 }
 
 

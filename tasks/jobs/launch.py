@@ -100,7 +100,7 @@ def start_job(command: Sequence[str], log: Path) -> Iterator[tuple[subprocess.Po
     os.close(events_end)
     os.close(lifeline_end)
     # What a dead job leaves behind would hold the events open, and the listener would wait for it for ever.
-    warden = threading.Thread(target=lambda: (process.wait(), end_group(process)), daemon=True)
+    warden = threading.Thread(target=_end_rest, args=(process,), name="warden", daemon=True)
     warden.start()
     try:
         yield process, events
@@ -124,6 +124,11 @@ def _listen(reader: int, emit: Callable[[Event], None]) -> StarwheelError | None
             else:
                 emit(event)
     return failure
+
+
+def _end_rest(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    end_group(process)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
