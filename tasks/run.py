@@ -13,7 +13,7 @@ from tasks import bootstrap, models, pairs, select, split, train
 from tasks.jobs.entry import JobSpec
 from tasks.jobs.session import Session, SessionPlan, SessionResult
 from tasks.models import Model
-from tasks.step import Context, Event, NotCommittedError, Step
+from tasks.step import Context, DryContext, Event, NotCommittedError, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,13 +180,7 @@ class DryRun(Run):
 
     def __init__(self, context: Context, listen: Callable[[Event], None]) -> None:
         self.run_id, self.config, self.work = "plan", context.config, context.work
-        self._context = Context(context.store, context.config, context.work, listen)
-
-    def _here(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
-        manifest = self._context.committed(step)
-        if manifest is None:
-            raise NotCommittedError(step.name)
-        return self._context.done(step, manifest, reused=True, iteration=iteration)
+        self._context = DryContext(context.store, context.config, context.work, listen)
 
     def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
         raise NotCommittedError(kind)

@@ -104,6 +104,18 @@ class Context:
         return self.done(step, manifest, reused=False, iteration=iteration)
 
 
+@dataclass(frozen=True)
+class DryContext(Context):
+    """Find what is committed; compute and write nothing."""
+
+    def ensure(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
+        """Reuse the step or raise NotCommittedError."""
+        manifest = self.committed(step)
+        if manifest is None:
+            raise NotCommittedError(step.name)
+        return self.done(step, manifest, reused=True, iteration=iteration)
+
+
 PACKAGES = (
     "starwheel",
     "torch",

@@ -53,10 +53,10 @@ class Engine(ScriptedEngine):
         found = super().poll()
         if self._left is not None:
             self._left -= len(found)
-        return [
-            Response(one.tag, error="prompt of 9 tokens is over 8") if one.tag[2] in self._refused else one
-            for one in found
-        ]
+        if not self._refused:
+            return found
+        refusal = "prompt of 9 tokens is over 8"
+        return [Response(one.tag, error=refusal) if one.tag[2] in self._refused else one for one in found]
 
     @property
     def pairs(self) -> set[str]:

@@ -24,6 +24,7 @@ from storage.digest import digest_json
 from storage.manifest import Artifact, Manifest
 from storage.schema import SCHEMAS, empty
 from tasks.engines.scripted import ScriptedEngine
+from tasks.plan import make_plan
 from tasks.run import DryRun, Run
 from tasks.step import Context
 
@@ -248,6 +249,20 @@ def test_a_voided_step_is_computed_as_the_next_attempt(runner: Runner) -> None:
     assert done.steps[1, "sample", ""]["attempt"] == 1
     assert (done.engines, done.trainers) == (1, 0)
     assert runner.run(runner.config()).computed() == set()
+
+
+def test_a_plan_writes_nothing_where_a_kill_left_scores_to_do(runner: Runner) -> None:
+    """The next thing to do may be a CPU step inside a session: a plan computes that no more than the others."""
+    described = runner.config()
+    done = runner.run(described)
+    for name in ("score", "gate"):
+        for key in done.keys(name).values():
+            done.store.backend.delete(f"steps/{key}/0/manifest.json")
+    before = list(done.store.backend.list(""))
+    planned = make_plan(done.store, described, star)
+    assert list(done.store.backend.list("")) == before
+    to_do = [(one.iteration, one.step) for one in planned if one.state == "to do"]
+    assert to_do[0] == (0, "score")
 
 
 def test_more_votes_add_blocks(runner: Runner) -> None:
