@@ -139,10 +139,10 @@ def described(folder: Path, model: Path) -> RunConfig:
         iterations=1,
         model={"base": str(model), "max_len": 160},
         data={"sources": [{"name": "made", "path": str(rows)}], "suites": []},
-        bootstrap={"rationales": str(rows), "epochs": 25, "learning_rate": 2e-2},
+        bootstrap={"rationales": str(rows), "epochs": 40, "learning_rate": 1e-2},
         split={"dev": 0.1, "test": 0.1, "bootstrap": 24},
         sample={"n": 4, "max_tokens": 16, "shard_pairs": 8},
-        train={"kind": "trl", "lora": {"r": 8, "alpha": 16}, "learning_rate": 1e-3, "per_device_batch": 8},
+        train={"kind": "trl", "lora": None, "learning_rate": 1e-3, "per_device_batch": 8},
         evaluate={"votes": 1, "dev_votes": 1, "temperature": 0.0, "base": False},
         engine=ENGINE,
     )

@@ -117,11 +117,12 @@ def suite_overlap(pairs: pa.Table, suite_pairs: pa.Table) -> pa.Array:
 
 
 def shuffle_gold(pairs: pa.Table, splits: pa.Table, seed: int) -> pa.Table:
-    """Permute gold over the training pairs (bootstrap and parts): the control that nothing can be learnt from.
+    """Permute gold over the pairs of the parts: the control that nothing can be learnt from.
 
-    As many golds A as before; dev, test and dropped pairs keep theirs. Pair ids stay: gold isn't in them.
+    As many golds A as before; all others keep theirs (the warm start's rationales argue for it). Pair ids stay: gold
+    isn't in them.
     """
-    training = pl.DataFrame(splits).filter(_is_training())["pair_id"]
+    training = pl.DataFrame(splits).filter(pl.col("split").str.starts_with(part(0)[:-1]))["pair_id"]
     frame = pl.DataFrame(pairs.select(["pair_id", "gold"])).with_row_index("_at")
     mine = frame.filter(pl.col("pair_id").is_in(training.implode())).sort("pair_id")
     donors = mine.with_columns(rank=_hashes("shuffle", str(seed), values=mine["pair_id"])).sort("rank")
