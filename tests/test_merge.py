@@ -22,7 +22,9 @@ def test_merged_weights_equal_base_and_adapter(tmp_path: Path) -> None:
 
     base = tiny_model(tmp_path / "base")
     network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = get_peft_model(network, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False))
+    adapted = get_peft_model(
+        network, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     ids = torch.arange(5, 25).unsqueeze(0)
 
