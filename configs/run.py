@@ -138,7 +138,7 @@ class EngineConfig(Section):
     cpu_kv_cache_gib: Annotated[int, NotInKey("memory does not change what is asked")] = Field(2, ge=1)
     in_process: Annotated[bool, NotInKey("where the engine runs does not change what is asked")] = Field(
         False,
-        description="run vLLM inside the job's own process: on few CPU cores its helpers' polling costs more than it gives",
+        description="run vLLM inside the job's own process: on few CPU cores its helpers' polling costs more",
     )
     enforce_eager: Annotated[bool, NotInKey("compilation does not change what is asked")] = False
     max_num_seqs: Annotated[int, NotInKey("batching does not change what is asked")] = Field(256, ge=1)
