@@ -60,12 +60,14 @@ class Generation:
         self.done_pairs = sum(shard.stop - shard.start for shard in self._plan if shard.index in self._records)
         self.tokens = 0
         self._started = time.monotonic()
-        self._reused_pairs = self.done_pairs
-
-    @property
-    def total_pairs(self) -> int:
-        """Count the pairs of the step."""
-        return len(self._ids)
+        self._asked = sum(len(questions.orders[pair_id]) for pair_id in self._ids)
+        self._reused = sum(
+            len(questions.orders[pair_id])
+            for shard in self._plan
+            if shard.index in self._records
+            for pair_id in self._ids[shard.start : shard.stop]
+        )
+        self._read = self._reused  # prompts answered, the reused ones included
 
     def next_request(self) -> Request | None:
         """Give the next request; None when all are asked. Orders of a pair stand side by side."""
@@ -101,6 +103,7 @@ class Generation:
         made = [self._row(pair_id, order, first + draw, text, response.error) for draw, text in enumerate(texts)]
         self._rows[shard].extend(made)
         self.tokens += sum(text.n_tokens for text in texts)
+        self._read += 1
         ids = self._prompts.pop((pair_id, order))
         follow = self._forced_choice(ids, made, (shard, pair_id, order)) if not response.error else []
         self._open[shard] += len(follow)
@@ -155,19 +158,19 @@ class Generation:
         return 1 if response.tag[-1] is not None else self._questions.sampling.n
 
     def progress(self) -> Event:
-        """Describe how far the step is; `eta` in seconds, None before the first pair is done."""
+        """Describe how far the step is; `eta` in seconds, None before the first prompt is answered."""
         seconds = time.monotonic() - self._started
-        done = self.done_pairs - self._reused_pairs
+        done = self._read - self._reused
         return {
             "event": "progress",
             "step": self.step.name,
             "label": self.step.label,
             "iteration": self.iteration,
-            "done": self.done_pairs,
-            "total": self.total_pairs,
-            "unit": "pairs",
+            "done": self._read,
+            "total": self._asked,
+            "unit": "prompts",
             "tokens_per_second": round(self.tokens / seconds, 1) if seconds else 0.0,
-            "eta": round(seconds / done * (self.total_pairs - self.done_pairs)) if done else None,
+            "eta": round(seconds / done * (self._asked - self._read)) if done else None,
         }
 
     @property
