@@ -16,6 +16,7 @@ VERDICTS = ("[[A]]", "[[B]]")
 LORA_MIN_LEARNING_RATE = 1e-5
 VLLM_MAX_LORA_RANK = 512
 PACKAGE = "package:"
+RESERVED = {"dev", "test", "bootstrap", "dropped"}
 
 # Arguments of vLLM that a key of ours sets: through `engine.extra` they would slip past the step keys.
 NAMED_ELSEWHERE = {
@@ -34,6 +35,7 @@ NAMED_ELSEWHERE = {
     "seed": "seed",
     "enable_lora": "train.lora",
     "max_lora_rank": "train.lora.r",
+    "distributed_executor_backend": "engine.in_process",
 }
 
 
@@ -93,6 +95,8 @@ def _sources(config: RunConfig) -> Found:
         if counts[source.name] > 1:
             counts[source.name] = 0  # one sentence a name
             yield f"{key}.name", f"`{source.name}` names more than one source or suite; give each a name of its own"
+        if source.name in RESERVED or source.name.startswith("part-"):
+            yield f"{key}.name", f"`{source.name}` is the name of a set of the split; choose another"
         if source.path is not None and (problem := _unreadable(source.path)):
             yield f"{key}.path", problem
     for (one, left), (other, right) in combinations(named.items(), 2):

@@ -142,9 +142,7 @@ class EngineConfig(Section):
     )
     enforce_eager: Annotated[bool, NotInKey("compilation does not change what is asked")] = False
     max_num_seqs: Annotated[int, NotInKey("batching does not change what is asked")] = Field(256, ge=1)
-    extra: Annotated[dict[str, Any], NotInKey("passed verbatim to vLLM; recorded in the manifest")] = Field(
-        default_factory=dict
-    )
+    extra: dict[str, Any] = Field(default_factory=dict, description="passed verbatim to vLLM")
 
 
 class SampleOrder(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -34,18 +35,19 @@ def cli() -> None:
 @cli.command()
 @click.argument("config")
 @SET
+@STORE
 @JSON
-def run(config: str, overrides: Sequence[str], as_json: bool) -> None:
+def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool) -> None:
     """Run the loop of CONFIG (a preset or a YAML file). Committed steps of earlier runs are reused."""
     from configs.budget import fit
     from configs.load import load_config
     from storage.store import open_store
     from tasks.run import create_run
 
-    described = load_config(config, overrides)
+    described = load_config(config, [*_store_override(store), *overrides])
     fit(described)
-    store = open_store(described.store)
-    _run_flow(create_run(store, described), store.url, as_json=as_json)
+    opened = open_store(described.store)
+    _run_flow(create_run(opened, described), opened.url, as_json=as_json)
 
 
 @cli.command()
@@ -98,8 +100,9 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
 @cli.command()
 @click.argument("config")
 @SET
+@STORE
 @JSON
-def plan(config: str, overrides: Sequence[str], as_json: bool) -> None:
+def plan(config: str, overrides: Sequence[str], store: str | None, as_json: bool) -> None:
     """Show each step of CONFIG: reused or to do, and why. Starts nothing, writes nothing but a new store's format."""
     from configs.load import load_config
     from flows.iteration import star
@@ -107,7 +110,7 @@ def plan(config: str, overrides: Sequence[str], as_json: bool) -> None:
     from storage.store import open_store
     from tasks.plan import make_plan
 
-    described = load_config(config, overrides)
+    described = load_config(config, [*_store_override(store), *overrides])
     planned = make_plan(open_store(described.store), described, star)
     if as_json:
         print_json([vars(one) for one in planned])
@@ -124,10 +127,10 @@ def plan(config: str, overrides: Sequence[str], as_json: bool) -> None:
 def ls(store: str | None, as_json: bool) -> None:
     """List the runs of a store."""
     from flows.terminal import print_json, print_table
-    from tasks.history import summarise
+    from tasks.history import summarise_any
 
     opened = _open(store)
-    runs = [summarise(opened, run_id) for run_id in opened.runs()]
+    runs = [summarise_any(opened, run_id) for run_id in opened.runs()]
     if as_json:
         print_json(runs)
         return
@@ -179,6 +182,18 @@ def show(run_id: str, iteration: int | None, step: str | None, store: str | None
     print_table(
         columns, [tuple(one[name] for name in columns) for one in steps], title=f"{run_id} iteration {iteration}"
     )
+
+
+@cli.command()
+@click.argument("key")
+@click.option("--reason", required=True, help="Why the step's attempt no longer counts; kept in the store.")
+@STORE
+def void(key: str, reason: str, store: str | None) -> None:
+    """Let the step KEY (64 hex digits, `show RUN ITERATION STEP` has it) be computed again; nothing is deleted."""
+    from getpass import getuser
+
+    number = _open(store).void(key, reason, getuser())
+    click.echo(f"attempt {number} of {key[:12]} is void; runs that need the step compute it again")
 
 
 @cli.group()
@@ -235,7 +250,7 @@ def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
 
 
 def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
-    from flows.terminal import print_json, print_table
+    from flows.terminal import plain, print_json, print_table
     from tasks.report import make_report, results_table
 
     report = make_report(store, run_id)
@@ -264,10 +279,16 @@ def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
     for one in report.compared:
         against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
         click.echo(
-            f"{one.suite}: checkpoint {one.judge} − {against}: {100 * one.difference:+.1f} points "
+            f"{plain(one.suite)}: checkpoint {one.judge} − {against}: {100 * one.difference:+.1f} points "
             f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}], p = {one.p:.2g}, {one.n} pairs, clustered by prompt"
         )
     click.echo(f"engine starts: {report.engine_starts}")
+
+
+def _store_override(store: str | None) -> list[str]:
+    """Let --store and STARWHEEL_STORE stand over a config's store; --set stands over both."""
+    named = store or os.environ.get("STARWHEEL_STORE")
+    return [f"store={json.dumps(named)}"] if named else []
 
 
 def _default_store() -> str:
@@ -309,7 +330,10 @@ def main(call: Callable[..., Any] = cli) -> None:
         code = getattr(error, "exit_code", None)
         if code is None:
             raise
-        click.echo(f"starwheel: {error}", err=True)
+        from flows.terminal import plain
+
+        sentences = "\n".join(plain(line) for line in str(error).splitlines())
+        click.echo(f"starwheel: {sentences}", err=True)
         sys.exit(code)
 
 

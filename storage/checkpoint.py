@@ -145,7 +145,7 @@ def _read_index(backend: Backend, digest: str) -> list[_Entry]:
         found = digest_bytes(data)
         if found == digest:
             return [_entry(entry, backend.address(key)) for entry in json.loads(data)["files"]]
-    raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; run `starwheel verify`")
+    raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; restore it")
 
 
 def _entry(fields: dict[str, Any], address: str) -> _Entry:

@@ -48,7 +48,7 @@ class Manifest:
     """Record a committed attempt of a step.
 
     `inputs` maps names to digests, `key_parts` is what the key was hashed from, `counts` is
-    `{"in": n, "kept": n, "dropped": {reason: n}}` or empty, `facts` is JSON and decides nothing.
+    `{"in": n, "kept": n, "dropped": {reason: n}}` or empty, `facts` is JSON: small results, and how they came to be.
     """
 
     key: str

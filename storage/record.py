@@ -42,9 +42,9 @@ def decode(data: bytes, address: str) -> dict[str, Any]:
         expected = digest_json(body)
         version = body.pop("format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptArtifactError(f"{address} is not a record of this store; run `starwheel verify`") from None
+        raise CorruptArtifactError(f"{address} is not a record of this store; restore the object") from None
     if found != expected:
-        raise CorruptArtifactError(f"{address} has digest {expected} instead of {found}; run `starwheel verify`")
+        raise CorruptArtifactError(f"{address} has digest {expected} instead of {found}; restore the object")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise StoreError(
             f"{address} is of format {version}, this starwheel reads up to {FORMAT_VERSION}; install a newer starwheel"

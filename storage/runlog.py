@@ -100,7 +100,7 @@ class RunLog:
                 return
             if not self._read_next():  # asked again: two records may have been appended since
                 raise CorruptArtifactError(
-                    f"{self._backend.address(gap)} is missing; run `starwheel verify {self._run_id}`"
+                    f"{self._backend.address(gap)} is missing; start a new run, which reuses every committed step"
                 )
 
     def _read_next(self) -> bool:
@@ -113,8 +113,8 @@ class RunLog:
         last_epoch = self._records[-1]["epoch"] if self._records else 1
         if entry.get("seq") != seq or entry.get("prev") != self._head or entry.get("epoch", 0) < last_epoch:
             raise CorruptArtifactError(
-                f"{self._backend.address(key)} doesn't follow from the record before it; run `starwheel verify "
-                f"{self._run_id}`"
+                f"{self._backend.address(key)} doesn't follow from the record before it; start a new "
+                "run, which reuses every committed step"
             )
         self._records.append(entry)
         self._head = digest_bytes(data)

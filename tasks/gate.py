@@ -68,16 +68,20 @@ def decide(
     return Gate(Decision.STOP, f"{bad}.", *numbers)
 
 
-def gate_step(config: RunConfig, dev: Manifest, before: Manifest | None) -> Step:
+def gate_step(config: RunConfig, dev: Manifest | None, before: Manifest | None) -> Step:
     """Name the step by the dev scores of the checkpoint and of the one before."""
-    inputs: dict[str, str | None] = {name: dev.artifact(name).digest for name in ("pair_scores", "metrics")}
+    inputs: dict[str, str | None] = {
+        name: dev.artifact(name).digest if dev else None for name in ("pair_scores", "metrics")
+    }
     inputs["before"] = before.artifact("pair_scores").digest if before else None
     parts = {"gate": key_part(config.gate), "looks": config.iterations, "statistics": statistics.VERSION}
     return Step("gate", VERSION, inputs, parts)
 
 
-def make_gate(config: RunConfig, store: Store, dev: Manifest, before: Manifest | None) -> dict[str, Any]:
-    """Decide from committed scores; the decision and its reason are the step's facts."""
+def make_gate(config: RunConfig, store: Store, dev: Manifest | None, before: Manifest | None) -> dict[str, Any]:
+    """Decide from committed scores; the decision and its reason are the step's facts. Without dev pairs all goes on."""
+    if dev is None:
+        return {"counts": {}, "facts": {**Gate(Decision.GO, "No dev pairs to decide on.")._asdict(), "decision": "go"}}
     gate = decide(
         store.read(dev.artifact("pair_scores")),
         store.read(before.artifact("pair_scores")) if before else None,

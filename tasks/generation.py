@@ -93,6 +93,9 @@ class Generation:
 
     def accept(self, response: Response, pool: ThreadPoolExecutor) -> list[Request]:
         """Take an answer; give the requests that follow from it (the forced choice after each rationale)."""
+        for future in self._saving:
+            if future.done():
+                future.result()  # a failed upload ends the step now, not after its last answer
         _, shard, pair_id, order, row = response.tag
         if row is not None:
             row["prob_a"] = prob_a(response.letter_logprobs) if response.letter_logprobs else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import ValidationError
 
 from configs.run import RunConfig
 from storage.errors import StoreError
@@ -41,7 +43,7 @@ class History:
 
     @property
     def state(self) -> str:
-        """Give done, stopped, failed, or open (running, or interrupted: the lease tells which)."""
+        """Give how the run ended, or open: running, or interrupted."""
         closed = [one for one in self.records if one["kind"] in {"opened", "closed"}]
         if not closed:
             return "new"
@@ -54,7 +56,14 @@ class History:
 
 def read_history(store: Store, run_id: str) -> History:
     """Read a run; the last use of a step in an iteration counts."""
-    config = RunConfig.model_validate(store.run_config(run_id))
+    frozen = store.run(run_id)
+    try:
+        config = RunConfig.model_validate(frozen.config)
+    except ValidationError:
+        raise StoreError(
+            f"{store.url}: run {run_id} was made by starwheel {frozen.code_version}, whose config this version "
+            f"({version('starwheel')}) can't read; use that version"
+        ) from None
     records = store.run_log(run_id).records()
     used: dict[tuple[int, str, str], Used] = {}
     for one in records:
@@ -91,6 +100,15 @@ def summarise(store: Store, run_id: str) -> dict[str, Any]:
         "started": history.records[0]["time"] if history.records else "",
         "last_record": history.records[-1]["time"] if history.records else "",
     }
+
+
+def summarise_any(store: Store, run_id: str) -> dict[str, Any]:
+    """Sum a run up, or say that this version can't read it: one foreign run must not hide the others."""
+    try:
+        return summarise(store, run_id)
+    except StoreError as error:
+        unknown = dict.fromkeys(("iteration", "iterations", "steps", "reused", "opened", "started", "last_record"))
+        return {"run": run_id, "state": "unreadable", "last_step": str(error), **unknown}
 
 
 def iteration_steps(store: Store, run_id: str, iteration: int) -> list[dict[str, Any]]:

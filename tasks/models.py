@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -142,8 +141,3 @@ def _download(repository: str, revision: str, folder: Path) -> None:
             "check id, revision, network and HF_TOKEN"
         ) from error
     _link(Path(snapshot), folder)
-
-
-def seed_of(config: RunConfig, role: str) -> int:
-    """Derive a 31-bit seed for a role from the run's seed, so that no two parts share a stream."""
-    return int.from_bytes(hashlib.sha256(f"{config.seed}:{role}".encode()).digest()[:4], "big") >> 1

@@ -96,14 +96,14 @@ def _session(
     asked = [("", "dev", config.evaluate.dev_votes)]
     suites = [str(Split.TEST), *(source.name for source in config.data.suites)]
     asked += [(role, suite, config.evaluate.votes) for role in (["", "base "] if apart else [""]) for suite in suites]
+    asked = [one for one in asked if not sizes or sizes.get(one[1])]
     for role, suite, votes in asked:
         for block in blocks(suite, votes):
             pairs = sizes.get(suite)
             yield checkpoint, "evaluate", f"{role}{block}", pairs * block.votes if pairs is not None else None
     for role, suite, _ in asked:
         yield checkpoint, "score", f"{role}{suite}", None
-        if suite == "dev":
-            yield checkpoint, "gate", "", None
+    yield checkpoint, "gate", "", None
 
 
 def _rows(store: Store, event: Event) -> int | None:

@@ -94,7 +94,7 @@ def make_report(store: Store, run_id: str) -> Report:
 
 
 def _judge(iteration: int, label: str) -> str:
-    return "base" if label.startswith("base ") or iteration < 0 else str(iteration)
+    return "base" if label.startswith("base ") else str(iteration)
 
 
 def _yields(store: Store, history: History) -> list[Yield]:
@@ -125,10 +125,10 @@ def _compare(store: Store, scored: Mapping[tuple[str, str], Any]) -> list[Compar
 
 
 def _engine_starts(store: Store, history: History) -> int:
-    """Count engine processes from the manifests."""
+    """Count the engine processes that computed this run's steps, from their manifests."""
     starts = set()
     for used in history.used:
-        if used.step in {"parity", "evaluate", "sample"}:
+        if used.step in {"parity", "evaluate", "sample"} and not used.reused:
             manifest = manifest_of(store, used)
             if manifest is not None and "engine" in manifest.facts:
                 starts.add(manifest.facts["engine"]["start"])
@@ -138,7 +138,7 @@ def _engine_starts(store: Store, history: History) -> int:
 def results_table(report: Report) -> list[dict[str, str]]:
     """Give one row a judge and suite, every accuracy with its interval, n, parse and truncation rate."""
     rows = []
-    for one in sorted(report.scores, key=lambda score: (score.judge != "base", score.judge, score.suite)):
+    for one in sorted(report.scores, key=lambda score: (_place(score.judge), score.suite)):
         cells = {name: percent(one.metrics[name]) for name in SHOWN if name != "rationale_tokens"}
         tokens = one.metrics["rationale_tokens"]["value"]
         rows.append(
@@ -151,6 +151,10 @@ def results_table(report: Report) -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+def _place(judge: str) -> int:
+    return -1 if judge == "base" else int(judge)
 
 
 def percent(row: Mapping[str, Any]) -> str:
@@ -177,7 +181,7 @@ def plot(report: Report) -> bytes:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    judges = sorted({one.judge for one in report.scores}, key=lambda judge: (judge != "base", judge))
+    judges = sorted({one.judge for one in report.scores}, key=_place)
     suites = sorted(
         {one.suite for one in report.scores if one.suite != "dev"}, key=lambda suite: (suite != "test", suite)
     )

@@ -88,7 +88,7 @@ class Run:
         baseline = judge.number == 0 and judge.model != base and self.config.evaluate.base
         served_together = judge.model.base == base.base and self.config.engine.adapter == "serve"
         if baseline and not served_together:  # weights of its own: the untrained judge needs an engine start of its own
-            self._session(SessionPlan(-1, base, None, data.key, None, None, sample=False))
+            self._session(SessionPlan(0, None, base, data.key, None, None, sample=False))
         return self._session(
             SessionPlan(
                 checkpoint=judge.number,
@@ -187,8 +187,20 @@ class DryRun(Run):
 
 
 def create_run(store: Store, config: RunConfig) -> str:
-    """Freeze a config under a new run id."""
-    return store.create_run(config.name, config.model_dump(mode="json"), code_version=version("starwheel"))
+    """Freeze a config under a new run id; local paths become absolute, since jobs and resumes have other folders."""
+    frozen = config.model_dump(mode="json")
+    for source in (*frozen["data"]["sources"], *frozen["data"]["suites"]):
+        source["path"] = source["path"] and _absolute(source["path"])
+    if Path(config.model.base).expanduser().is_dir():
+        frozen["model"]["base"] = _absolute(config.model.base)
+    if config.bootstrap and config.bootstrap.rationales != split.GENERATOR:
+        frozen["bootstrap"]["rationales"] = _absolute(config.bootstrap.rationales)
+    frozen |= {name: _absolute(frozen[name]) for name in ("store", "work")}
+    return store.create_run(config.name, frozen, code_version=version("starwheel"))
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def open_run(

@@ -50,7 +50,7 @@ def fetch_sources(config: RunConfig, cache: Path) -> Inputs:
 
 def split_step(config: RunConfig, base: Model, inputs: Inputs) -> Step:
     """Name the step; the base model is an input because its tokenizer measures the pairs."""
-    digests = {name: file.sha256 for name, file in inputs.files.items()}
+    digests = {f"source:{name}": file.sha256 for name, file in inputs.files.items()}
     parts = {
         "data": key_part(config.data),
         "split": key_part(config.split),
@@ -184,7 +184,12 @@ class SplitView:
     def suites(self) -> Sequence[str]:
         """Name what a checkpoint is evaluated on beside dev: test and the suites."""
         training = {str(Split.DEV), str(Split.BOOTSTRAP)}
-        return [name for name in self.certificate["pairs"] if name not in training and not name.startswith("part-")]
+        sets = self.certificate["pairs"]
+        return [name for name in sets if sets[name] and name not in training and not name.startswith("part-")]
+
+    def size(self, name: str) -> int:
+        """Count the pairs of a set."""
+        return int(self.certificate["pairs"].get(name, 0))
 
     def digest(self, name: str) -> str:
         """Give the digest of a set's pair ids; a set without pairs has one too."""

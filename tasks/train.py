@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig, TrainConfig, key_part
-from tasks.models import Model, seed_of
+from tasks.models import Model
 from tasks.step import Context, Event, Step
 
 if TYPE_CHECKING:
@@ -55,8 +55,10 @@ def train_step(config: RunConfig, training: Training, rows: Manifest) -> Step:
     """Name the step by its rows, the model it starts from and, for DPO, the reference model."""
     dpo = training.artifact == "dpo"
     settings = key_part(train_config(config, training))
+    for resolved in ("init_from", "reference"):  # the digests among the inputs say what they name
+        del settings[resolved]
     if not dpo:
-        settings = {name: value for name, value in settings.items() if name not in {"beta", "nll_weight", "reference"}}
+        settings = {name: value for name, value in settings.items() if name not in {"beta", "nll_weight"}}
     parts = {
         "method": str(Method.STAR_DPO if dpo else Method.STAR_SFT),
         "train": settings,
@@ -97,7 +99,7 @@ def make_checkpoint(context: Context, step: Step, training: Training, trainer: C
             reference=folder(training.reference) if training.reference else None,
             config=train_config(config, training),
             max_len=config.model.max_len,
-            seed=seed_of(config, f"train-{training.iteration}"),
+            seed=int(step.key[:8], 16) >> 1,
             template_kwargs=config.model.template_kwargs,
             work=scratch,
             token=step.key,

@@ -133,7 +133,7 @@ def _ours(spec: dict[str, Any]) -> float:
     from tasks.step import Step
 
     context, model, pairs = _open(spec)
-    engine = start_engine(context, SessionPlan(0, model, None, "", None, None, sample=True))
+    engine = start_engine(context, SessionPlan(0, model, None, "", None, None, sample=True), "0" * 64)
     for row in range(4):
         ids = engine.template.prompts([[{"role": "user", "content": f"warm up {row}"}]])[0]
         engine.add(Request(row, ids, model.digest, sampling=Sampling(4, 1.0, 0.95, 24)))

@@ -319,7 +319,7 @@ def test_the_gate_stops_a_judge_that_is_worse_on_dev(tmp_path: Path, monkeypatch
     store, run = small.start(small.config(tmp_path, **changes))
     pairs = store.read(run.split(run.base()).artifact("pairs"))
     GOLD.update(zip(pairs["pair_id"].to_pylist(), pairs["gold"].to_pylist(), strict=True))
-    monkeypatch.setattr("tasks.jobs.entry.start_engine", lambda context, plan: Weakening(plan.checkpoint == 0))
+    monkeypatch.setattr("tasks.jobs.entry.start_engine", lambda context, plan, first: Weakening(plan.checkpoint == 0))
     done = finish(tmp_path, **changes)
     assert done.judge.number == 1
     decisions = [done.manifests[number, "gate", ""].facts for number in (0, 1)]

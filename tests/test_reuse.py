@@ -174,7 +174,7 @@ def test_a_selection_with_the_same_outcome_trains_no_more(runner: Runner) -> Non
         {"name": "renamed"},
         {"sample": {"shard_pairs": 3}, "evaluate": {"base": False, "shard_pairs": 2}},
         {"train": {"per_device_batch": 1, "save_every": 7, "resume": "off"}},
-        {"engine": {"max_num_seqs": 2, "gpu_memory": 0.5, "enforce_eager": True, "extra": {"swap_space": 1}}},
+        {"engine": {"max_num_seqs": 2, "gpu_memory": 0.5, "enforce_eager": True, "in_process": True}},
     ],
     ids=lambda changes: ",".join(changes),
 )

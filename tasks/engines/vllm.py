@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from configs.run import EngineConfig
     from tasks.engines.template import ChatTemplate
 
+FORCED_CHOICE_TOKENS = 2  # `[[` and the letter, behind prompt and rationale
+
 
 class VllmEngine:
     """Drive one `LLMEngine` request by request, so that shards commit while later requests run."""
@@ -47,7 +49,7 @@ class VllmEngine:
             "gpu_memory_utilization": config.gpu_memory,
             "enforce_eager": config.enforce_eager,
             "max_num_seqs": config.max_num_seqs,
-            "max_model_len": max_len + 2,  # the forced choice appends `[[` and reads one token
+            "max_model_len": max_len + FORCED_CHOICE_TOKENS,
             "enable_prefix_caching": True,
             "generation_config": "vllm",  # the checkpoint's own sampling defaults don't leak in
             "trust_remote_code": False,
@@ -67,10 +69,11 @@ class VllmEngine:
         """Queue a request; one that can never succeed comes back with its error."""
         from vllm.inputs import TokensPrompt
 
-        if request.sampling and len(request.ids) + request.sampling.max_tokens > self._max_len:
-            error = (
-                f"prompt of {len(request.ids)} tokens and {request.sampling.max_tokens} to write exceed {self._max_len}"
-            )
+        written, most = (1, self._max_len + FORCED_CHOICE_TOKENS)
+        if request.sampling:
+            written, most = request.sampling.max_tokens, self._max_len
+        if len(request.ids) + written > most:
+            error = f"prompt of {len(request.ids)} tokens and {written} to write exceed {most}"
             self._failed.append(Response(request.tag, error=error))
             return
         self._count += 1

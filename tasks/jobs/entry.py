@@ -7,18 +7,19 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.run import EngineKind, RunConfig
-from storage.errors import StarwheelError, TransientError
+from storage.errors import StarwheelError, StepFailedError, TransientError
 from storage.store import open_store
 from tasks import models, split, train
 from tasks.engines.base import Engine, Served
 from tasks.jobs.lifeline import die_with_parent
 from tasks.jobs.session import Session, SessionPlan
-from tasks.models import Model, seed_of
+from tasks.models import Model
 from tasks.step import Context, Event
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _split(context: Context, spec: JobSpec) -> None:
 
 def _session(context: Context, spec: JobSpec) -> None:
     plan = SessionPlan.from_json(spec.asked)
-    Session(context, plan, lambda: start_engine(context, plan)).run()
+    Session(context, plan, lambda first: start_engine(context, plan, first)).run()
 
 
 def _train(context: Context, spec: JobSpec) -> None:
@@ -101,9 +102,12 @@ def load_template(context: Context, model: Model) -> Any:
     return ChatTemplate(context.store.fetch_checkpoint(model.base), context.config.model.template_kwargs)
 
 
-def start_engine(context: Context, plan: SessionPlan) -> Engine:
-    """Start the engine that the config names, with the checkpoint's weights and, for an adapter, its base's."""
-    config, model = context.config, plan.model
+def start_engine(context: Context, plan: SessionPlan, first: str) -> Engine:
+    """Start the engine that the config names, with the checkpoint's weights and, for an adapter, its base's.
+
+    `first` is the key of the first step it is for and seeds it: later votes must not repeat the draws of earlier ones.
+    """
+    config, model = context.config, plan.served
     if config.engine.kind is EngineKind.SCRIPTED:
         from tasks.engines.scripted import ScriptedEngine
 
@@ -111,7 +115,7 @@ def start_engine(context: Context, plan: SessionPlan) -> Engine:
     from tasks.engines.vllm import VllmEngine
 
     served = _served(context, model)
-    seed = seed_of(config, f"engine-{plan.checkpoint}")
+    seed = int(first[:8], 16) >> 1
     engine = VllmEngine(served, config.engine, load_template(context, model), max_len=config.model.max_len, seed=seed)
     return cast("Engine", engine)
 
@@ -150,6 +154,10 @@ def main(spec_file: str, events_fd: str, lifeline_fd: str) -> int:
     except MemoryError as error:
         emit({"event": "error", "kind": TransientError.__name__, "message": f"out of memory: {error}"})
         return TransientError.exit_code
+    except Exception as error:  # a retry would meet it again; the log has the traceback
+        traceback.print_exc()
+        emit({"event": "error", "kind": StepFailedError.__name__, "message": f"{type(error).__name__}: {error}"})
+        return StepFailedError.exit_code
     return 0
 
 

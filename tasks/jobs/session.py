@@ -32,8 +32,8 @@ class SessionPlan:
 
     Attributes:
         checkpoint: number of the checkpoint that is served.
-        model: the checkpoint.
-        also: the untrained base, evaluated in the same engine; None where it is the checkpoint itself.
+        model: the checkpoint; None where the session only evaluates the untrained base.
+        also: the untrained base, evaluated too; None where it is the checkpoint itself.
         split: key of the split step.
         train: key of the step that trained the checkpoint; None for the base model.
         previous: key of the dev score of the checkpoint before; None at the first.
@@ -42,12 +42,19 @@ class SessionPlan:
     """
 
     checkpoint: int
-    model: Model
+    model: Model | None
     also: Model | None
     split: str
     train: str | None
     previous: str | None
     sample: bool
+
+    @property
+    def served(self) -> Model:
+        """Name the model whose weights the engine loads."""
+        served = self.model or self.also
+        assert served is not None, "a session serves something"
+        return served
 
     def to_json(self) -> dict[str, Any]:
         """Give the JSON form."""
@@ -62,12 +69,10 @@ class SessionPlan:
 
 @dataclass(frozen=True)
 class SessionResult:
-    """Hold what a session committed: dev score and gate, the samples or None, the scores by (model role, suite)."""
+    """Hold what a session committed: dev score (None without dev pairs) and samples (None where none were asked)."""
 
-    gate: Manifest
-    dev: Manifest
+    dev: Manifest | None
     samples: Manifest | None
-    scores: Mapping[tuple[str, str], Manifest]
 
 
 class Session:
@@ -76,16 +81,18 @@ class Session:
     Without `start_engine` the session only finds what is committed and raises NotCommittedError at the first gap.
     """
 
-    def __init__(self, context: Context, plan: SessionPlan, start_engine: Callable[[], Engine] | None) -> None:
+    def __init__(self, context: Context, plan: SessionPlan, start_engine: Callable[[str], Engine] | None) -> None:
         self.context, self.plan, self.config = context, plan, context.config
         self._start_engine = start_engine
         self._engine: Engine | None = None
+        self._first = ""  # key of the first step that was not committed: it seeds the engine
         self._facts: dict[str, Any] = {}
         self._split = split.committed_split(context, plan.split)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="commit")
-        self._models = {"judge": plan.model, **({"base": plan.also} if plan.also else {})}
+        self._models = {role: model for role, model in (("judge", plan.model), ("base", plan.also)) if model}
+        self._asked: dict[str, Asked] = {}
         self._waiting: deque[Generation] = deque()
-        self._flying: list[Generation] = []
+        self._running: dict[str, Generation] = {}
         self._in_flight = 0
         self._shown = time.monotonic()
 
@@ -96,11 +103,11 @@ class Session:
             raise NotCommittedError("session")
         if self._engine is None:
             started = time.monotonic()
-            self._engine = self._start_engine()
+            self._engine = self._start_engine(self._first)
             self._facts = {
                 "engine": {
                     "start": uuid.uuid4().hex,
-                    "kind": str(self.config.engine.kind),
+                    "settings": self.config.engine.model_dump(mode="json"),
                     "pids": list(self._engine.pids),
                     "start_seconds": round(time.monotonic() - started, 3),
                 }
@@ -110,45 +117,61 @@ class Session:
     def run(self) -> SessionResult:
         """Commit every step of the session."""
         try:
-            return self._run()
+            return self._run() if self.plan.model else self._run_baseline(self._ask_suites())
         finally:
-            if self._engine is not None:
-                self._engine.close()
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            try:
+                if self._engine is not None:
+                    self._engine.close()
+            finally:
+                self._pool.shutdown(wait=True)  # what is answered is still saved
 
     def _run(self) -> SessionResult:
         self._check_parity()
-        dev = self._evaluate("judge", "dev", self.config.evaluate.dev_votes)
-        later = {
-            (role, suite): self._evaluate(role, suite, self.config.evaluate.votes)
-            for role in self._models
-            for suite in self._split.suites
-        }
+        dev = self._evaluate("judge", "dev", self.config.evaluate.dev_votes) if self._split.size("dev") else []
+        later = self._ask_suites()
         self._finish(dev)
-        dev_score = self._score("judge", "dev", dev)
+        dev_score = self._score("judge", "dev", dev) if dev else None
         decision = self._gate(dev_score)
         samples = None
         if self.plan.sample and decision.facts["decision"] == "go":
             asked = self._sample()
             self._finish([asked])
             samples = asked.manifest
+        self._score_suites(later)
+        return SessionResult(dev_score, samples)
+
+    def _run_baseline(self, later: Mapping[tuple[str, str], list[Asked]]) -> SessionResult:
+        """Evaluate the untrained base, which is neither gated nor sampled."""
+        self._score_suites(later)
+        return SessionResult(None, None)
+
+    def _ask_suites(self) -> dict[tuple[str, str], list[Asked]]:
+        votes = self.config.evaluate.votes
+        return {
+            (role, suite): self._evaluate(role, suite, votes) for role in self._models for suite in self._split.suites
+        }
+
+    def _score_suites(self, later: Mapping[tuple[str, str], list[Asked]]) -> None:
         for evaluated in later.values():
             self._finish(evaluated)
-        scores = {(role, suite): self._score(role, suite, evaluated) for (role, suite), evaluated in later.items()}
-        return SessionResult(decision, dev_score, samples, scores)
+        for (role, suite), evaluated in later.items():
+            self._score(role, suite, evaluated)
 
     def _check_parity(self) -> None:
-        if self.plan.train is None:
+        if self.plan.train is None or self.plan.model is None:
             return
         train = self.context.store.manifest(self.plan.train)
         if train is None:
             raise StepFailedError(f"step {self.plan.train[:12]} (train) is not committed any more; resume the run")
-        step = parity.parity_step(self.config, train, self.plan.model)
-        self.context.ensure(step, lambda: self._parity(train), iteration=self.plan.checkpoint)
+        model = self.plan.model
+        step = parity.parity_step(self.config, train, model)
+        self._first = step.key
+        self.context.ensure(step, lambda: self._parity(train, model), iteration=self.plan.checkpoint)
+        self._first = self._first if self._engine else ""
 
-    def _parity(self, train: Manifest) -> dict[str, Any]:
+    def _parity(self, train: Manifest, model: Model) -> dict[str, Any]:
         probes = self.context.store.read(train.artifacts["probes"])
-        made = parity.check_parity(probes, self.engine, self.plan.model)
+        made = parity.check_parity(probes, self.engine, model)
         return {**made, "facts": {**made["facts"], **self._facts}}
 
     def _evaluate(self, role: str, suite: str, votes: int) -> list[Asked]:
@@ -162,11 +185,11 @@ class Session:
         ]
 
     def _sample(self) -> Asked:
-        name = part(self.plan.checkpoint + 1)
-        step = sample.sample_step(self.config, self._split.digest(name), self.plan.model)
+        name, model = part(self.plan.checkpoint + 1), self._models["judge"]
+        step = sample.sample_step(self.config, self._split.digest(name), model)
         return self._ask(
             step,
-            lambda: sample.sample_questions(self.config, self._split.pairs(name), self.plan.model),
+            lambda: sample.sample_questions(self.config, self._split.pairs(name), model),
             iteration=self.plan.checkpoint + 1,
             first=True,
         )
@@ -174,16 +197,19 @@ class Session:
     def _ask(
         self, step: Step, questions: Callable[[], Questions], *, iteration: int | None = None, first: bool = False
     ) -> Asked:
-        """Reuse the step or put its questions into the queue; `first` goes before what waits."""
+        """Reuse the step or put its questions into the queue, once a key; `first` goes before what waits."""
         number = self.plan.checkpoint if iteration is None else iteration
         manifest = self.context.committed(step)
         if manifest is not None:
             return Asked(None, self.context.done(step, manifest, reused=True, iteration=number))
         if self._start_engine is None:
             return Asked(None, None)
-        generation = Generation(self.context, step, questions(), self.engine, iteration=number)
-        self._waiting.appendleft(generation) if first else self._waiting.append(generation)
-        return Asked(generation, None)
+        if step.key not in self._asked:
+            self._first = self._first or step.key
+            generation = Generation(self.context, step, questions(), self.engine, iteration=number)
+            self._waiting.appendleft(generation) if first else self._waiting.append(generation)
+            self._asked[step.key] = Asked(generation, None)
+        return self._asked[step.key]
 
     def _finish(self, asked: Iterable[Asked]) -> None:
         """Keep the engine full until these are answered, then commit them."""
@@ -195,18 +221,19 @@ class Session:
             while not one.generation.answered:
                 self._advance()
             one.manifest = one.generation.commit(self._facts)
+            self._running.pop(one.generation.step.key, None)
 
     def _advance(self) -> None:
         while self._in_flight < 2 * self.engine.capacity and self._waiting:
             request = self._waiting[0].next_request()
             if request is None:
-                self._flying.append(self._waiting.popleft())
+                self._waiting.popleft()
                 continue
+            self._running[self._waiting[0].step.key] = self._waiting[0]
             self.engine.add(request)
             self._in_flight += request.sampling.n if request.sampling else 1
-        by_key = {one.step.key: one for one in (*self._waiting, *self._flying)}
         for response in self.engine.poll():
-            generation = by_key[response.tag[0]]
+            generation = self._running[response.tag[0]]
             self._in_flight -= generation.weight(response)
             for request in generation.accept(response, self._pool):
                 self.engine.add(request)
@@ -217,7 +244,7 @@ class Session:
         if time.monotonic() - self._shown < 1:
             return
         self._shown = time.monotonic()
-        for one in (*self._flying, *self._waiting):
+        for one in self._running.values():
             if not one.answered:
                 self.context.emit(one.progress())
 
@@ -231,7 +258,7 @@ class Session:
 
         return self.context.ensure(step, compute, iteration=self.plan.checkpoint)
 
-    def _gate(self, dev: Manifest) -> Manifest:
+    def _gate(self, dev: Manifest | None) -> Manifest:
         before = self.context.store.manifest(self.plan.previous) if self.plan.previous else None
         step = gate.gate_step(self.config, dev, before)
         store = self.context.store

@@ -55,9 +55,7 @@ def train(request: TrainRequest) -> TrainResult:
         order=row_order(rows.lengths, batches, seed=request.seed),
         state=TrainerState.open(request.work, request.token, keep=request.config.resume == "local"),
     )
-    result = _run(course)
-    course.state.discard()
-    return result
+    return _run(course)
 
 
 def _run(course: Course) -> TrainResult:

@@ -57,7 +57,7 @@ def load_policy(request: TrainRequest) -> Any:
 
 
 def load_frozen(model: ModelFolder) -> Any:
-    """Load a model that is only read: the DPO reference, or the start of a full training."""
+    """Load a model that is only read: the DPO reference."""
     base = _load_base(model.base, torch.bfloat16 if on_cuda() else torch.float32)
     if model.adapter is None:
         return base.eval()
@@ -65,8 +65,11 @@ def load_frozen(model: ModelFolder) -> Any:
 
 
 def _load_base(folder: Path, dtype: torch.dtype) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
-    return model.to("cuda" if on_cuda() else "cpu")
+    return _read_base(folder, dtype).to("cuda" if on_cuda() else "cpu")
+
+
+def _read_base(folder: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
 
 
 def _peft_config(lora: LoraConfig) -> PeftLoraConfig:
@@ -105,7 +108,7 @@ def adapter_change(policy: Any, start: Mapping[str, torch.Tensor]) -> dict[str, 
 
 def full_change(policy: Any, start: ModelFolder) -> dict[str, float]:
     """Compare all weights, already rounded to bf16, with the start's; entry by entry."""
-    before = dict(load_frozen(start).to("cpu").named_parameters())
+    before = dict(_read_base(start.base, torch.float32).named_parameters())  # on the CPU: the GPU is full now
     changed = total = 0
     moved = weight = 0.0
     for name, parameter in policy.named_parameters():
