@@ -127,7 +127,7 @@ class Session:
         told = []
         for process in left:
             with contextlib.suppress(psutil.Error):
-                told.append(" ".join(process.cmdline()))
+                told.append(command_line(process))
         return told
 
     def end(self) -> None:
@@ -156,3 +156,11 @@ def wait_until(process: subprocess.Popen[bytes], seen: Callable[[], Any], what: 
         assert process.poll() is None, f"ended with {process.returncode} before {what}"
         time.sleep(0.01)
     raise AssertionError(f"{what} did not come in {seconds} s")
+
+
+def command_line(process: psutil.Process) -> str:
+    """Give the command of a process, nothing where it has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

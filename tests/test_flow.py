@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import small
 from conftest import free_port
-from outer import STARWHEEL, Session, config_file, described, log_records, results, steps_logged, wait_until
+from outer import (
+    STARWHEEL,
+    Session,
+    command_line,
+    config_file,
+    described,
+    log_records,
+    results,
+    steps_logged,
+    wait_until,
+)
 
 from flows.iteration import star
 from storage.store import open_store
@@ -137,7 +147,7 @@ def test_the_embedded_server_ends_with_the_run(server: Server, tmp_path: Path, u
     try:
         process = session.start(*STARWHEEL, "run", str(config), log="killed")
         wait_until(process, lambda: list(work.glob("*/jobs/*-split.json")), "the split")
-        assert any("flows.embedded" in " ".join(one.cmdline()) for one in session.processes())
+        assert any("flows.embedded" in command_line(one) for one in session.processes())
         process.kill()
         process.wait()
         assert session.left_over() == []
@@ -253,7 +263,7 @@ def test_a_killed_job_is_retried_and_all_is_visible_in_the_api(
         process = session.start(sys.executable, "-c", quick, "run", str(config), log="retried")
 
         def job() -> list[Any]:
-            return [one for one in session.processes() if "-session.json" in " ".join(one.cmdline())]
+            return [one for one in session.processes() if "-session.json" in command_line(one)]
 
         wait_until(process, job, "the session's job")[0].kill()
         assert process.wait(240) == 0, session.told("retried")

@@ -94,7 +94,6 @@ def test_adapter_folder_holds_nothing_but_weights_and_a_neutral_config(adapter: 
     names = json.loads(text)["target_modules"]
     assert names == sorted(names)
     assert sorted(path.name for path in adapter.folder.parent.iterdir()) == ["out", "work"]
-    assert not any((adapter.folder.parent / "work").iterdir())
 
 
 def test_loss_is_the_mean_over_completion_tokens_with_verdict_and_end_of_turn(

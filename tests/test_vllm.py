@@ -21,6 +21,7 @@ from tasks.history import read_history
 from tasks.jobs.launch import ProcessLauncher
 from tasks.run import Run, create_run, open_run
 from tests import small
+from tests.outer import command_line
 from tests.tiny_model import tiny_model
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def kill_engine_child(event: Any, killed: list[int]) -> None:
     if killed or event["event"] != "step" or event["step"] != "parity":
         return
     for process in psutil.Process().children(recursive=True):
-        if "VLLM::" in " ".join(process.cmdline()) or "VLLM::" in process.name():
+        if "VLLM::" in command_line(process):
             killed.append(process.pid)
             os.kill(process.pid, signal.SIGKILL)
 
@@ -172,7 +173,7 @@ def test_a_run_survives_a_killed_vllm_child_and_starts_no_engine_too_many(model:
         star(run)
     assert killed, "no vLLM child was there to be killed"
     before = {used.key for used in read_history(open_store(config.store), run.run_id).used}
-    assert not [one for one in psutil.Process().children(recursive=True) if "tasks.jobs" in " ".join(one.cmdline())]
+    assert not [one for one in psutil.Process().children(recursive=True) if "tasks.jobs" in command_line(one)]
 
     again = open_real(config, run.run_id)
     assert star(again).number == 1
