@@ -57,10 +57,6 @@ class TrainerState:
         for old in self._checkpoints()[KEEP:]:
             shutil.rmtree(old)
 
-    def discard(self) -> None:
-        """Remove all state: the training is done."""
-        shutil.rmtree(self.folder.parent, ignore_errors=True)
-
     def _checkpoints(self) -> list[Path]:
         """List the checkpoints, newest step first."""
         found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
