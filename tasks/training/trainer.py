@@ -31,8 +31,8 @@ _QUIET = {
 def train(request: TrainRequest) -> TrainResult:
     """Train on the rows of a request, from its own interrupted state where there is some.
 
-    StepFailedError where rows, settings or the outcome are not what they must be. On success `out` holds the checkpoint.
-    The resumable state stays for the caller to delete once the checkpoint is committed.
+    StepFailedError where rows, settings or the outcome are not what they must be. On success `out` holds the
+    checkpoint; the resumable state stays for the caller to delete once the checkpoint is committed.
     """
     check_request(request)
     os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
