@@ -24,9 +24,9 @@ import tasks.jobs.session
 from configs.run import RunConfig
 from flows.iteration import star
 from storage import failpoint
-from storage.store import open_store
+from storage.store import Store, open_store
 from tasks.jobs.launch import InlineLauncher
-from tasks.run import Run, create_run, open_run
+from tasks.run import Run, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,6 +90,12 @@ def described(base: Path) -> RunConfig:
     return RunConfig.model_validate_json(frozen.read_text())
 
 
+def frozen_run(store: Store, base: Path) -> str:
+    """Make the run with its folders left relative, so that a copy of them is a run of its own."""
+    config = described(base)
+    return store.create_run(config.name, config.model_dump(mode="json"), code_version="test")
+
+
 def golden(base: Path, into: Path) -> dict[str, Any]:
     """Run undisturbed; give all points and where the folder was copied."""
     points: list[str] = []
@@ -97,9 +103,7 @@ def golden(base: Path, into: Path) -> dict[str, Any]:
     recorder.cut()
     failpoint.install(points.append)
     store = open_store("store")
-    run = open_run(
-        store, create_run(store, described(base)), lambda work: recorder, kind=Run, listen=lambda event: None
-    )
+    run = open_run(store, frozen_run(store, base), lambda work: recorder, kind=Run, listen=lambda event: None)
     judge = star(run)
     run.close("done")
     failpoint.install(None)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import MissingDependencyError, StepFailedError, TransientError
 from tasks.engines.base import Request, Response, Served, Text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from configs.run import EngineConfig
     from tasks.engines.template import ChatTemplate
 
@@ -79,7 +82,9 @@ class VllmEngine:
         self._count += 1
         name = str(self._count)
         prompt = TokensPrompt(prompt_token_ids=list(request.ids))
-        self._engine.add_request(name, prompt, _params(request), lora_request=self._lora(request.model))
+        params, adapter = _params(request), self._lora(request.model)
+        with _engine_alive():
+            self._engine.add_request(name, prompt, params, lora_request=adapter)
         self._running[name] = request
 
     def _lora(self, model: str) -> Any:
@@ -94,10 +99,8 @@ class VllmEngine:
         failed, self._failed = self._failed, []
         if not self._running:
             return failed
-        try:
+        with _engine_alive():
             outputs = self._engine.step()
-        except Exception as error:  # vLLM raises many kinds; whatever ends its loop may be mended by a new start
-            raise TransientError(f"the vLLM engine stopped: {type(error).__name__}: {error}") from error
         return failed + [self._response(output) for output in outputs if output.finished]
 
     def _response(self, output: Any) -> Response:
@@ -122,6 +125,15 @@ class VllmEngine:
     def close(self) -> None:
         """Stop the engine and its processes."""
         self._engine.engine_core.shutdown()
+
+
+@contextmanager
+def _engine_alive() -> Iterator[None]:
+    """Call an engine that has died transient: a new start may mend it. vLLM raises many kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise TransientError(f"the vLLM engine stopped: {type(error).__name__}: {error}") from error
 
 
 def _params(request: Request) -> Any:
