@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from configs.run import RunConfig
     from tasks.models import Model
 
-VERSION = 1
+VERSION = 2
 BLOCK = 8
 
 
@@ -58,7 +58,7 @@ def evaluate_step(config: RunConfig, pairs: str, model: Model, block: Block) -> 
 
 
 def evaluate_questions(config: RunConfig, pairs: pa.Table, model: Model, block: Block) -> Questions:
-    """Ask the votes of a block and the forced choice after each."""
+    """Ask the votes of a block, and the forced choice after the rationale of each."""
     sampling = Sampling(
         block.votes,
         config.evaluate.temperature,

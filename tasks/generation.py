@@ -75,6 +75,7 @@ class Generation:
 
     def _requests(self) -> Iterator[Request]:
         questions = self._questions
+        letters = self._engine.template.letters() if questions.forced_choice else None
         for shard in self._plan:
             if shard.index in self._records:
                 continue
@@ -85,7 +86,7 @@ class Generation:
             for (row, order), ids in zip(asked, prompts, strict=True):
                 self._prompts[row["pair_id"], order] = ids
                 tag = (self.step.key, shard.index, row["pair_id"], order, None)
-                yield Request(tag, ids, questions.model, sampling=questions.sampling)
+                yield Request(tag, ids, questions.model, sampling=questions.sampling, letters=letters)
 
     def _messages(self, row: Mapping[str, Any], order: str) -> list[dict[str, str]]:
         shown = (row["response_a"], row["response_b"])
@@ -108,13 +109,20 @@ class Generation:
         self.tokens += sum(text.n_tokens for text in texts)
         self._read += 1
         ids = self._prompts.pop((pair_id, order))
-        follow = self._forced_choice(ids, made, (shard, pair_id, order)) if not response.error else []
+        unread = [row for row, text in zip(made, texts, strict=True) if not self._read_choice(row, text)]
+        follow = [] if response.error else self._forced_choice(ids, unread, (shard, pair_id, order))
         self._open[shard] += len(follow)
         self._close_one(shard, pool)
         return follow
 
+    def _read_choice(self, row: dict[str, Any], text: Text) -> bool:
+        """Read the forced choice off the completion's own verdict, where it stands right behind `[[`."""
+        logprobs = text.letters.get(forced_choice_prefix(text.text))
+        row["prob_a"] = prob_a(logprobs) if logprobs else None
+        return logprobs is not None
+
     def _forced_choice(self, ids: list[int], rows: list[dict[str, Any]], tag: tuple[int, str, str]) -> list[Request]:
-        if not self._questions.forced_choice:
+        if not (self._questions.forced_choice and rows):
             return []
         template, letters = self._engine.template, self._engine.template.letters()
         return [

@@ -58,8 +58,10 @@ if __name__ == "__main__":
     engine = VllmEngine(Served(folder, "base"), EngineConfig(**settings), template, max_len=128, seed=1)
     ids = template.prompts([[{"role": "user", "content": "Which one is better?"}]])[0]
     prefix = [*ids, *template.encode("A [[")]
+    first = tuple(json.loads(sys.argv[3]))  # the token that is drawn first, and another
     asked = [
         Request("drawn", ids, "base", sampling=Sampling(3, 1.0, 0.95, 8)),
+        Request("own", ids, "base", sampling=Sampling(1, 0.0, 1.0, 4), letters=first),
         Request("letters", prefix, "base", letters=template.letters()),
         Request("scored", prefix, "base", scored=3),
         Request("long", ids * 20, "base", sampling=Sampling(2, 1.0, 0.95, 8)),
@@ -72,6 +74,7 @@ if __name__ == "__main__":
             found[response.tag] = {
                 "texts": [[text.finish_reason, text.n_tokens, text.logprob] for text in response.texts],
                 "letters": response.letter_logprobs,
+                "own": [dict(text.letters) for text in response.texts],
                 "logprobs": response.logprobs,
                 "error": response.error,
             }
@@ -90,18 +93,26 @@ def expected(model: Path) -> dict[str, Any]:
     template = ChatTemplate(model, {})
     ids = template.prompts([[{"role": "user", "content": "Which one is better?"}]])[0]
     prefix = [*ids, *template.encode("A [[")]
+    drawn = len(ids) - 1
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logprobs = network(torch.tensor([prefix])).logits[0].log_softmax(-1)
     scored = [float(logprobs[place - 1, prefix[place]]) for place in range(len(prefix) - 3, len(prefix))]
-    return {"letters": [float(logprobs[-1, token]) for token in template.letters()], "scored": scored}
+    first = [int(token) for token in logprobs[drawn].topk(2).indices]
+    return {
+        "letters": [float(logprobs[-1, token]) for token in template.letters()],
+        "scored": scored,
+        "first": first,
+        "own": [float(logprobs[drawn, token]) for token in first],
+    }
 
 
 def test_engine_draws_reads_letters_scores_and_returns_errors_as_rows(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "ask.py"
     script.write_text(ASK)
+    wanted = expected(model)
     done = subprocess.run(
-        [sys.executable, str(script), str(model), json.dumps(ENGINE)],
+        [sys.executable, str(script), str(model), json.dumps(ENGINE), json.dumps(wanted["first"])],
         capture_output=True,
         text=True,
         timeout=300,
@@ -115,8 +126,9 @@ def test_engine_draws_reads_letters_scores_and_returns_errors_as_rows(model: Pat
         assert finish_reason in {"stop", "length"}
         assert 1 <= n_tokens <= 8
         assert logprob < 0
-    wanted = expected(model)
     assert found["letters"]["letters"] == pytest.approx(wanted["letters"], abs=0.02)
+    assert found["own"]["own"][0][""] == pytest.approx(wanted["own"], abs=0.02)
+    assert found["own"]["texts"][0][2] < 0  # the log-prob of what was drawn stays beside the letters'
     assert found["scored"]["logprobs"] == pytest.approx(wanted["scored"], abs=0.02)
     assert "exceed 128" in found["long"]["error"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 Message = dict[str, str]
@@ -33,7 +33,8 @@ class Request:
         ids: prompt token ids.
         model: digest of the model to ask; an engine may serve the base model and one adapter.
         sampling: draw completions, else None.
-        letters: token ids of A and B: give their log-probs as the next token.
+        letters: token ids of A and B: give their log-probs as the next token; with `sampling`, wherever a completion
+            draws one of the two.
         scored: give the log-probs of the last `scored` prompt tokens.
 
     """
@@ -48,12 +49,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Hold one completion: `finish_reason` is stop or length; `logprob` sums over its tokens, in nats."""
+    """Hold one completion.
+
+    Attributes:
+        text: what was written.
+        finish_reason: stop or length.
+        n_tokens: how many tokens were written.
+        logprob: sum over its tokens, in nats.
+        letters: log-probs of A and B by the text before them, where one of the two was drawn; an engine may give
+            none.
+
+    """
 
     text: str
     finish_reason: str
     n_tokens: int
     logprob: float | None
+    letters: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

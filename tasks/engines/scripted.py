@@ -59,7 +59,7 @@ class ScriptedEngine:
 
 def _answer(request: Request) -> Response:
     digest = hashlib.sha256(request.model.encode() + bytes(request.ids)).digest()
-    if request.letters:
+    if request.letters and request.sampling is None:
         return Response(request.tag, letter_logprobs=(-digest[0] / 64, -digest[1] / 64))
     if request.sampling is None:
         return Response(request.tag, logprobs=tuple(-token / 256 for token in request.ids[-request.scored :]))

@@ -11,7 +11,7 @@ from storage.errors import MissingDependencyError, StepFailedError, TransientErr
 from tasks.engines.base import Request, Response, Served, Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from configs.run import EngineConfig
     from tasks.engines.template import ChatTemplate
@@ -105,22 +105,24 @@ class VllmEngine:
 
     def _response(self, output: Any) -> Response:
         request = self._running.pop(output.request_id)
-        if request.letters:
-            first = output.outputs[0].logprobs[0]
-            a, b = (first[token].logprob for token in request.letters)
-            return Response(request.tag, letter_logprobs=(a, b))
+        if request.letters and not request.sampling:
+            return Response(request.tag, letter_logprobs=_letter_logprobs(output.outputs[0].logprobs[0], request))
         if request.scored:
             rows = output.prompt_logprobs[-request.scored :]
             ids = request.ids[-request.scored :]
             return Response(
                 request.tag, logprobs=tuple(row[token].logprob for row, token in zip(rows, ids, strict=True))
             )
-        return Response(
-            request.tag,
-            tuple(
-                Text(one.text, one.finish_reason, len(one.token_ids), one.cumulative_logprob) for one in output.outputs
-            ),
-        )
+        return Response(request.tag, tuple(self._text(one, request) for one in output.outputs))
+
+    def _text(self, one: Any, request: Request) -> Text:
+        ids, decode = list(one.token_ids), self.template.tokenizer.decode
+        letters = {
+            decode(ids[:place], skip_special_tokens=True): _letter_logprobs(one.logprobs[place], request)
+            for place, token in enumerate(ids)
+            if token in (request.letters or ())
+        }
+        return Text(one.text, one.finish_reason, len(ids), one.cumulative_logprob, letters)
 
     def close(self) -> None:
         """Stop the engine and its processes."""
@@ -136,14 +138,21 @@ def _engine_alive() -> Iterator[None]:
         raise TransientError(f"the vLLM engine stopped: {type(error).__name__}: {error}") from error
 
 
+def _letter_logprobs(logprobs: Mapping[int, Any], request: Request) -> tuple[float, float]:
+    assert request.letters is not None
+    a, b = (logprobs[token].logprob for token in request.letters)
+    return a, b
+
+
 def _params(request: Request) -> Any:
     """Translate a request; no per-request seed, which the CPU generator refuses."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     final = {"output_kind": RequestOutputKind.FINAL_ONLY}
+    letters = {"logprob_token_ids": list(request.letters)} if request.letters else None
     if request.sampling is None:
-        asked = {"logprob_token_ids": list(request.letters)} if request.letters else {"prompt_logprobs": 0}
+        asked = letters or {"prompt_logprobs": 0}
         return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **asked, **final)
     return SamplingParams(
         n=request.sampling.n,
@@ -152,7 +161,7 @@ def _params(request: Request) -> Any:
         max_tokens=request.sampling.max_tokens,
         stop=list(request.sampling.stop),
         include_stop_str_in_output=True,
-        logprobs=0,
+        **(letters or {"logprobs": 0}),
         **final,
     )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 5.0
 
-# No library phones home, and none spins, unless the user set these otherwise.
+# No library phones home, unless the user set these otherwise.
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -34,7 +34,6 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads bring a shared CPU to a halt
 }
 
 
