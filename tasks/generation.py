@@ -56,6 +56,7 @@ class Generation:
         self._open: dict[int, int] = {}  # shard -> answers still to come
         self._prompts: dict[tuple[str, str], list[int]] = {}
         self._saving: list[Future[None]] = []
+        self._letters = engine.template.letters() if questions.forced_choice else None
         self._unasked = self._requests()
         self.done_pairs = sum(shard.stop - shard.start for shard in self._plan if shard.index in self._records)
         self.tokens = 0
@@ -75,7 +76,6 @@ class Generation:
 
     def _requests(self) -> Iterator[Request]:
         questions = self._questions
-        letters = self._engine.template.letters() if questions.forced_choice else None
         for shard in self._plan:
             if shard.index in self._records:
                 continue
@@ -86,7 +86,7 @@ class Generation:
             for (row, order), ids in zip(asked, prompts, strict=True):
                 self._prompts[row["pair_id"], order] = ids
                 tag = (self.step.key, shard.index, row["pair_id"], order, None)
-                yield Request(tag, ids, questions.model, sampling=questions.sampling, letters=letters)
+                yield Request(tag, ids, questions.model, sampling=questions.sampling, letters=self._letters)
 
     def _messages(self, row: Mapping[str, Any], order: str) -> list[dict[str, str]]:
         shown = (row["response_a"], row["response_b"])
@@ -122,15 +122,15 @@ class Generation:
         return logprobs is not None
 
     def _forced_choice(self, ids: list[int], rows: list[dict[str, Any]], tag: tuple[int, str, str]) -> list[Request]:
-        if not (self._questions.forced_choice and rows):
+        if self._letters is None:
             return []
-        template, letters = self._engine.template, self._engine.template.letters()
+        encode = self._engine.template.encode
         return [
             Request(
                 (self.step.key, *tag, row),
-                [*ids, *template.encode(forced_choice_prefix(row["text"]))],
+                [*ids, *encode(forced_choice_prefix(row["text"]))],
                 self._questions.model,
-                letters=letters,
+                letters=self._letters,
             )
             for row in rows
         ]

@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -17,7 +18,7 @@ from flows.iteration import star
 from storage.errors import TransientError
 from storage.store import open_store
 from tasks.data import formats, synthetic
-from tasks.engines.base import Response, Sampling, prob_a
+from tasks.engines.base import Response, Sampling, Text, prob_a
 from tasks.engines.scripted import ScriptedEngine
 from tasks.generation import Generation, Questions, forced_choice_prefix
 from tasks.judge import verdict
@@ -148,10 +149,37 @@ def test_the_forced_choice_follows_the_own_rationale_of_each_completion(context:
         answer(context, questions(forced_choice=True), engine).artifact("completions")
     ).to_pylist()
     prompts = {(one.tag[2], one.tag[3]): bytes(one.ids) for one in engine.asked if one.sampling}
-    followed = Counter(bytes(one.ids) for one in engine.asked if one.letters)
+    followed = Counter(bytes(one.ids) for one in engine.asked if not one.sampling)
     assert followed == Counter(
         prompts[row["pair_id"], row["order"]] + forced_choice_prefix(row["text"]).encode() for row in rows
     )
+
+
+class OwnLetters(Engine):
+    """Give the letters' log-probs where a completion draws its verdict, as vLLM does, and at another letter."""
+
+    def poll(self) -> list[Response]:
+        return [replace(one, texts=tuple(self._read(text) for text in one.texts)) for one in super().poll()]
+
+    def _read(self, text: Text) -> Text:
+        spoken, bracket, verdict = text.text.partition("[[")
+        return replace(text, letters={"Response ": (-9.0, -0.1), **({spoken + bracket: OWN} if verdict else {})})
+
+
+OWN = (-0.5, -1.5)
+
+
+def test_the_forced_choice_is_read_off_the_own_verdict_and_asked_for_where_there_is_none(context: Context) -> None:
+    engine = OwnLetters()
+    manifest = answer(context, questions(forced_choice=True), engine)
+    rows = context.store.read(manifest.artifact("completions")).to_pylist()
+    spoken = [row for row in rows if "[[" in row["text"]]
+    silent = [row for row in rows if "[[" not in row["text"]]
+    assert len(spoken) > 40
+    assert silent
+    assert {row["prob_a"] for row in spoken} == {prob_a(OWN)}
+    assert prob_a(OWN) not in {row["prob_a"] for row in silent}
+    assert sum(not one.sampling for one in engine.asked) == len(silent)
 
 
 def test_orders_show_the_responses_swapped(context: Context) -> None:

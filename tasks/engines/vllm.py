@@ -150,7 +150,7 @@ def _params(request: Request) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     final = {"output_kind": RequestOutputKind.FINAL_ONLY}
-    letters = {"logprob_token_ids": list(request.letters)} if request.letters else None
+    letters: dict[str, Any] = {"logprob_token_ids": list(request.letters)} if request.letters else {}
     if request.sampling is None:
         asked = letters or {"prompt_logprobs": 0}
         return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **asked, **final)
