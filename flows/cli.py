@@ -263,13 +263,15 @@ def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
         return
     print_table(list(rows[0]), [list(one.values()) for one in rows], title=f"{run_id}: % with 95 % intervals")
     print_table(
-        ("iteration", "completions", "selected", "yield", "training rows", "dropped"),
+        ("iteration", "prompts", "with a row", "yield", "completions", "selected", "training rows", "dropped"),
         [
             (
                 one.iteration,
+                one.asked,
+                one.with_rows,
+                f"{100 * one.with_rows / max(one.asked, 1):.0f} %",
                 one.completions,
                 one.selected,
-                f"{100 * one.selected / max(one.completions, 1):.0f} %",
                 one.rows,
                 ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
             )
