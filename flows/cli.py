@@ -252,7 +252,8 @@ def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
     if as_json:
         print_json({"valid": True, "memory": needs})
         return
-    print_table(("needs", "GiB"), needs)
+    if needs:
+        print_table(("needs", "GiB"), needs)
     click.echo(f"{name} is valid")
 
 
