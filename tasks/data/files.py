@@ -325,4 +325,5 @@ def _value(scalar: pa.Scalar) -> object:
 
 def one_line(error: Exception) -> str:
     """Give an error's text as one line of ASCII, shortened."""
-    return " ".join(ascii(str(error))[1:-1].split())[:200]
+    text = " ".join(str(error).split())[:200]
+    return "".join(char if char.isascii() and char.isprintable() else ascii(char)[1:-1] for char in text)

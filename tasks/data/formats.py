@@ -33,7 +33,7 @@ import pyarrow as pa
 
 from storage.errors import DataError
 from tasks.data.files import FileKind, open_file, open_table
-from tasks.data.layouts import Layout, detect, wanted_columns
+from tasks.data.layouts import OWN, Layout, detect, wanted_columns
 from tasks.data.pairing import Entry, clean
 from tasks.data.reading import Reading, combine, make_reading
 from tasks.data.reasons import BadRow, Reason
@@ -44,10 +44,11 @@ if TYPE_CHECKING:
     from tasks.data.files import Opened, Row
     from tasks.data.layouts import Shape
 
-__all__ = ["VERSION", "FileKind", "Form", "Layout", "Reading", "Reason", "combine", "read_pairs"]
+__all__ = ["VERSION", "FileKind", "Form", "Layout", "Reading", "Reason", "combine", "make_form", "read_pairs"]
 
 VERSION = 2  # part of the step keys: raise it when the same file gives other pairs, ids or reasons
 
+COLUMNS = ("prompt", "chosen", "rejected", "response_a", "response_b", "label", *OWN)
 HEAD = 1000  # objects the layout is told from
 PATIENCE = 100_000  # rows without a single object
 
@@ -64,6 +65,17 @@ class Form:
     file: FileKind | None = None
     layout: Layout | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
+
+
+def make_form(*, file: str | None, layout: str | None, columns: Mapping[str, str]) -> Form:
+    """Make a form of a person's words; raise DataError for one that isn't known."""
+    for word, known in ((file, FileKind), (layout, Layout)):
+        if word is not None and word not in list(known):
+            raise DataError(f"{word!r} is no format that is read: {', '.join(known)} are.")
+    for ours in columns:
+        if ours not in COLUMNS:
+            raise DataError(f"{ours!r} is no column that a pair has: {', '.join(COLUMNS)} are.")
+    return Form(None, FileKind(file) if file else None, Layout(layout) if layout else None, columns)
 
 
 def read_pairs(origin: Path | str | pa.Table, *, name: str, form: Form | None = None) -> Reading:
