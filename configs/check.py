@@ -127,7 +127,10 @@ def _hub(key: str, source: Source) -> Found:
     if source.hub is None:
         for name in ("revision", "config", "split"):
             if getattr(source, name) is not None:
-                yield f"{key}.{name} {key}.hub", "belongs to a source of the hub; set `hub: owner/name`, or leave it out"
+                yield (
+                    f"{key}.{name} {key}.hub",
+                    "belongs to a source of the hub; set `hub: owner/name`, or leave it out",
+                )
     elif not is_hub_id(source.hub):
         yield f"{key}.hub", f"`{source.hub}` is no id of the hub; write `owner/name`, or name a file by `path`"
     elif source.revision is None or not COMMIT.fullmatch(source.revision):

@@ -276,11 +276,11 @@ def data_inspect(
     from tasks.data.profile import make_profile, token_counter
 
     form = make_form(file=written, layout=layout, columns=_assignments(columns))
-    measure = {} if tokenizer is None else {"count": token_counter(tokenizer), "unit": "tokens"}
+    count = token_counter(tokenizer) if tokenizer else len
     with tempfile.TemporaryDirectory() as cache:
         file = fetch_input(path, Path(cache))
         reading = read_pairs(file.path, name=Path(path).name, form=replace(form, address=file.url))
-    profile = make_profile(reading, **measure)
+    profile = make_profile(reading, count=count, unit="tokens" if tokenizer else "characters")
     if as_json:
         print_json({"file": file.url, "bytes": file.bytes, "sha256": file.sha256, **profile.to_json()})
         return
@@ -302,23 +302,24 @@ def _print_profile(address: str, profile: Profile) -> None:
         f"{profile.rows} rows, {profile.kept} pairs of {profile.groups} groups, {profile.multi_turn} with several turns"
     )
     if profile.dropped:
-        rows = [(reason, count, profile.why[reason][:100]) for reason, count in profile.dropped.items()]
-        print_table(("dropped", "rows", "first met"), rows)
+        dropped = [(reason, count, profile.why[reason][:100]) for reason, count in profile.dropped.items()]
+        print_table(("dropped", "rows", "first met"), dropped)
     if len(profile.subsets) > 1:
         print_table(("subset", "pairs"), profile.subsets.items())
     if not profile.kept:
         return
     names = ("mean", "median", "p95", "max")
-    rows = [(part, *(f"{sizes[name]:.0f}" for name in names)) for part, sizes in profile.lengths.items()]
-    print_table((profile.unit, *names), rows)
+    sizes = [(part, *(f"{size[name]:.0f}" for name in names)) for part, size in profile.lengths.items()]
+    print_table((profile.unit, *names), sizes)
     click.echo(f"gold is A in {profile.gold_a} of {profile.kept} pairs, {100 * profile.gold_a / profile.kept:.1f} %")
-    rows = [
+    scores = [
         (one.judge, f"{100 * one.accuracy:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]", one.n, one.clusters)
         for one in profile.baselines
     ]
-    print_table(("judge without judgment", "% right, 95 % interval", "pairs", "groups"), rows)
+    print_table(("judge without judgment", "% right, 95 % interval", "pairs", "groups"), scores)
     for example in profile.examples:
-        print_table((example["pair_id"], ""), [(part, example[part]) for part in ("prompt", "better", "worse")])
+        texts = [(part, example[part].replace("\n", " ↵ ")) for part in ("prompt", "better", "worse")]
+        print_table((example["pair_id"], ""), texts)
 
 
 def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:

@@ -69,9 +69,7 @@ def open_table(table: pa.Table, *, where: str, wanted: Callable[[Sequence[str]],
     return Opened(table.column_names, _batch_rows(batches, names, where), "table")
 
 
-def open_file(
-    path: Path, *, where: str, kind: FileKind | None, wanted: Callable[[Sequence[str]], list[str]]
-) -> Opened:
+def open_file(path: Path, *, where: str, kind: FileKind | None, wanted: Callable[[Sequence[str]], list[str]]) -> Opened:
     """Give the rows of a file; `where` is its address, whose ending helps to tell how it is written.
 
     Raises DataError for what holds no rows: a pointer, an archive, a web page, a damaged file.
@@ -192,7 +190,9 @@ def _array_rows(file: IO[bytes], where: str) -> Iterator[Row]:
     """
     text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not re.compile(rb"(?:\xef\xbb\xbf)?\s*\[").match(text):
-        raise DataError(f"{where} is no JSON array: it doesn't begin with `[`; if it has a JSON object a line, say jsonl.")
+        raise DataError(
+            f"{where} is no JSON array: it doesn't begin with `[`; if it has a JSON object a line, say jsonl."
+        )
     depth = place = start = 0
     for token in TOKEN.finditer(text):
         at, sign = token.start(), text[token.start()]
@@ -234,7 +234,9 @@ def _open_csv(file: IO[bytes], start: bytes, where: str) -> tuple[list[str], Ite
     try:
         header = next(lines, [])
     except csv.Error as error:
-        raise DataError(f"{where} has no CSV header ({one_line(error)}): name the columns in the first line.") from error
+        raise DataError(
+            f"{where} has no CSV header ({one_line(error)}): name the columns in the first line."
+        ) from error
     return [name.strip() for name in header], _csv_rows(lines, [name.strip() for name in header], where)
 
 
@@ -302,7 +304,9 @@ def _batch_rows(batches: Iterable[pa.RecordBatch], names: Sequence[str], where: 
                 yield start + offset, dict(zip(names, values, strict=True))
             start += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{where} is damaged after row {start} ({one_line(error)}): fetch or write it again.") from error
+        raise DataError(
+            f"{where} is damaged after row {start} ({one_line(error)}): fetch or write it again."
+        ) from error
 
 
 def _values(column: pa.Array) -> list[object]:

@@ -5,12 +5,12 @@ and named in `Reading.layout`:
 
 - `prompt`, `chosen`, `rejected`: the first response is the better one. `prompt` may be left out where both are lists of
   messages that begin with it. Equal `score_chosen` and `score_rejected` are a tie.
-- `chosen`, `rejected` that are whole transcripts, "\\n\\nHuman: … \\n\\nAssistant: …" (hh-rlhf).
+- `chosen`, `rejected` that are whole transcripts, `Human: …` and `Assistant: …` after blank lines (hh-rlhf).
 - `conversations` (ShareGPT) or `trajectory` (UltraInteract; grouped by `parent_id`) in place of `prompt`.
 - `prompt`, two responses and who won. Responses: response, answer, output, completion or conversation with the endings
-  _a and _b, _1 and _2, 1 and 2, or _0 and _1. Winner: `label`, `winner`, `preference` or `better_response_id` with A, B,
-  a name of the column or model_a, model_b; a number that counts as those endings do; or a tie (tie, draw, both, neither
-  …, and 0 beside 1 and 2).
+  _a and _b, _1 and _2, 1 and 2, or _0 and _1. Winner: `label`, `winner`, `preference` or `better_response_id` with A or
+  B, the name of a response's column, model_a or model_b; a number that counts as those endings do; or a tie (tie, draw,
+  both, neither …, and 0 beside 1 and 2).
 - the same with `winner_model_a`, `winner_model_b`, `winner_tie`, of which one is 1; prompt and responses may be JSON
   lists, a text a turn.
 - the same with `annotator1`, `annotator2` …: more than half of them decide, else it is a tie.

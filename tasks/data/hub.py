@@ -34,7 +34,7 @@ def load(name: str, *, revision: str | None, config: str | None = None, split: s
         raise MissingDependencyError(f"{address(name)} needs datasets: `pip install datasets`") from error
     where = f"{address(name)} at {revision or 'no commit'}"
     datasets.disable_progress_bars()
-    # Where the hub can't be reached `datasets` takes the latest copy in its cache, of whatever commit: a cache a commit.
+    # Where the hub can't be reached `datasets` takes the latest copy in its cache, of any commit: one cache a commit.
     cache = Path(datasets.config.HF_DATASETS_CACHE, "at", revision or "local", quote(config or "-", safe=""))
     try:
         found = datasets.load_dataset(name, config, split=split, revision=revision, cache_dir=str(cache))
@@ -54,4 +54,3 @@ def _one_split(found: Any, where: str) -> pa.Table:
         (found,) = found.values()
     table: pa.Table = found.with_format("arrow")[:]
     return table
-

@@ -12,9 +12,7 @@ from tasks.data.reasons import BadRow, Reason
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-TIES = frozenset(
-    {"tie", "tied", "draw", "equal", "same", "both", "neither", "tie (bothbad)", "tie (both bad)", "both bad", "bothbad"}
-)
+TIES = frozenset({"tie", "tied", "draw", "equal", "same", "both", "neither", "bothbad", "tie (bothbad)"})
 NUMBERED = {("1", "2"): {"1": "A", "2": "B", "0": "tie", "1.5": "tie"}, ("0", "1"): {"0": "A", "1": "B"}}
 
 

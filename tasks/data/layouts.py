@@ -62,8 +62,9 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Say where a layout's parts are: the columns of the prompt (none: the responses begin with it), of the two
-    responses and of the winner (none: it is the first).
+    """Say in which columns a layout has its parts.
+
+    prompt: none where the responses begin with it. labels: none where the first response is the better one.
     """
 
     layout: Layout
@@ -89,16 +90,16 @@ class Shape:
             return labels.winner(record, self.labels[0], self.responses)
         scores = [record.get(name) for name in SCORES]
         if all(isinstance(score, int | float) for score in scores) and scores[0] == scores[1]:
-            raise BadRow(Reason.TIE, f"{' and '.join(SCORES)} are both {ascii(scores[0])}")
+            raise BadRow(Reason.TIE, f"{' and '.join(SCORES)} are both {scores[0]!a}")
         return "A"
 
     def sides(self, record: Mapping[str, object]) -> tuple[Messages | None, Messages, Messages]:
         """Give the prompt (None where there is no column of it, or no value) and the two responses, as messages."""
         first, second = self.responses
         if self.layout is Layout.TRANSCRIPT:
-            return None, *(transcript(field(record, name), name) for name in (first, second))
+            return None, transcript(field(record, first), first), transcript(field(record, second), second)
         if self.layout is Layout.ONE_HOT and (asked := _texts(record.get(self.prompt[0]))) is not None:
-            return None, *(_dialogue(asked, record, name) for name in (first, second))
+            return None, _dialogue(asked, record, first), _dialogue(asked, record, second)
         one, two = (turns(field(record, name), name, "assistant") for name in (first, second))
         return self._prompt(record), one, two
 

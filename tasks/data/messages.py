@@ -59,7 +59,7 @@ def turns(value: object, name: str, role: str) -> Messages:
 
 
 def transcript(value: object, name: str) -> Messages:
-    """Part a whole conversation in one text, "\\n\\nHuman: … \\n\\nAssistant: …", into its messages, stripped."""
+    """Part a conversation in one text, `Human: …` and `Assistant: …` after blank lines, into its messages, stripped."""
     start, *parts = _TURN.split("\n\n" + text(value, name).lstrip())
     if start or not parts:
         raise BadRow(Reason.BAD_TYPE, f"{name} doesn't begin with Human: or Assistant:")

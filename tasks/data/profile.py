@@ -116,7 +116,8 @@ def _sides(reading: Reading) -> pl.DataFrame:
 
 def _first_details(reading: Reading) -> dict[str, str]:
     first = pl.DataFrame(reading.dropped).sort("row").group_by("reason", maintain_order=True).first().sort("reason")
-    return {reason: f"row {row}: {detail or ''}" for reason, row, detail in first.select("reason", "row", "detail").rows()}
+    rows = first.select("reason", "row", pl.col("detail").fill_null("")).rows()
+    return {reason: f"row {row}: {detail}" for reason, row, detail in rows}
 
 
 def _subsets(frame: pl.DataFrame) -> dict[str, int]:
@@ -125,25 +126,22 @@ def _subsets(frame: pl.DataFrame) -> dict[str, int]:
 
 
 def _lengths(texts: pl.Series, count: Callable[[str], int]) -> dict[str, float]:
-    lengths = texts.str.len_chars() if count is len else pl.Series([count(text) for text in texts], dtype=pl.Int64)
-    if lengths.is_empty():
+    lengths = sorted(texts.str.len_chars() if count is len else (count(text) for text in texts))
+    if not lengths:
         return {}
-    shares = {name: lengths.quantile(share, "nearest") for name, share in SHARES.items()}
-    found = {"mean": lengths.sum() / len(lengths), **shares, "max": lengths.max()}
-    return {name: round(float(length), 1) for name, length in found.items()}
+    shares = {name: lengths[round(share * (len(lengths) - 1))] for name, share in SHARES.items()}
+    return {"mean": round(sum(lengths) / len(lengths), 1), **shares, "max": lengths[-1]}
 
 
 def _baselines(frame: pl.DataFrame) -> list[Baseline]:
     """Score judges that read nothing but the place, the length or the lines of the responses."""
-    length, lines = (
-        {side: measure(pl.col(side)) for side in ("better", "worse")}
-        for measure in (lambda text: text.str.len_chars(), lambda text: text.str.count_matches("\n", literal=True))
-    )
+    better, worse = pl.col("better").str, pl.col("worse").str
+    lines = [side.count_matches("\n", literal=True) for side in (better, worse)]
     scores = {
         "always A": (pl.col("gold") == "A").cast(pl.Float64),
-        "longer answer": _greater(length["better"], length["worse"]),
-        "shorter answer": _greater(length["worse"], length["better"]),
-        "more lines": _greater(lines["better"], lines["worse"]),
+        "longer answer": _greater(better.len_chars(), worse.len_chars()),
+        "shorter answer": _greater(worse.len_chars(), better.len_chars()),
+        "more lines": _greater(*lines),
     }
     groups = frame["group"].to_list()
     found = []
