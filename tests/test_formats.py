@@ -429,11 +429,36 @@ def test_real_sets(name: str, rows: int, duplicates: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["hh_divergent_and_empty.jsonl", "llamafactory_dpo_en_demo.json", "pandalm_testset.json"]
+    ("name", "layout", "kept", "dropped", "groups"),
+    [
+        ("hh_divergent_and_empty.jsonl", "transcript", 0, {"diverging_prompt": 5, "empty_response": 4}, 0),
+        ("llamafactory_dpo_en_demo.json", "sharegpt", 295, {"duplicate": 5}, 295),
+        (
+            "pandalm_testset.json",
+            "annotators",
+            760,
+            {"bad_type": 6, "duplicate": 76, "empty_response": 52, "tie": 105},
+            153,
+        ),
+    ],
 )
-def test_raw_files_are_refused_in_a_sentence(name: str) -> None:
+def test_raw_files(name: str, layout: str, kept: int, dropped: dict[str, int], groups: int) -> None:
     file = SHARED / "raw" / name
     if not file.exists():
         pytest.skip(f"needs the raw files in {SHARED}")
-    with pytest.raises(DataError, match=name):
-        read_pairs(file, name="x")
+    reading = check(read_pairs(file, name="x"))
+    assert reading.layout.startswith(f"{layout}: ")
+    assert reading.counts == {"in": kept + sum(dropped.values()), "kept": kept, "dropped": dropped}
+    assert len(reading.pairs["group"].unique()) == groups
+
+
+def test_pandalm_has_the_majorities_of_its_published_copy() -> None:
+    """The same pairs as in `pairs/`, which wrote `true` as a text; every winner agrees."""
+    raw, copy = SHARED / "raw" / "pandalm_testset.json", SHARED / "pairs" / "pandalm.parquet"
+    if not raw.exists():
+        pytest.skip(f"needs the raw files in {SHARED}")
+    ours, theirs = (
+        {pair["pair_id"]: pair["gold"] for pair in read_pairs(file, name="x").pairs.to_pylist()} for file in (raw, copy)
+    )
+    assert ours.items() <= theirs.items()
+    assert len(theirs) - len(ours) == 2

@@ -150,9 +150,9 @@ def detect(
         raise _no_layout(columns, where, wanted)
     fits = [_fit(shape, records) for shape in shapes]
     best = shapes[fits.index(max(fits))]
-    again = [shape for shape, fit in zip(shapes, fits, strict=True) if fit == max(fits)]
-    if len({shape.responses for shape in again}) > 1:
-        both = " and ".join(", ".join(shape.columns[len(shape.prompt) :]) for shape in again[:2])
+    again = {shape.responses: shape for shape, fit in zip(shapes, fits, strict=True) if fit == max(fits)}
+    if len(again) > 1:
+        both = " and ".join(", ".join((*shape.responses, *shape.labels)) for shape in list(again.values())[:2])
         raise DataError(f"{where} has both {both}: say which by `format`, or remove the columns of one of them.")
     return best
 
