@@ -376,7 +376,14 @@ def test_rankings_of_three_are_no_pairs() -> None:
 
 
 COLUMNED = {"q": "q", "left": "good", "right": "bad", "who": "A", "topic": "t", "prompt": "hidden"}
-NAMED = {"prompt": "q", "response_a": "left", "response_b": "right", "label": "who", "subset": "topic", "group": "topic"}
+NAMED = {
+    "prompt": "q",
+    "response_a": "left",
+    "response_b": "right",
+    "label": "who",
+    "subset": "topic",
+    "group": "topic",
+}
 
 
 def test_columns_can_be_named(tmp_path: Path) -> None:
