@@ -113,7 +113,7 @@ def test_bad_csv_rows_have_a_reason(tmp_path: Path) -> None:
 
 
 def test_huge_rows_of_every_kind_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.data.files.MAX_ROW", 200)
+    monkeypatch.setattr("tasks.data.text_rows.MAX_ROW", 200)
     rows = [LABELLED | {"prompt": "x" * 5000}, LABELLED, LABELLED | {"prompt": "]}" * 300}]
     for file, content in (("x.json", json.dumps(rows)), ("x.csv", csv_text(rows))):
         (tmp_path / file).write_text(content)

@@ -167,7 +167,7 @@ def test_bad_row_has_a_reason(tmp_path: Path, row: object, reason: Reason) -> No
 
 
 def test_huge_rows_are_dropped_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.data.files.MAX_ROW", 200)
+    monkeypatch.setattr("tasks.data.text_rows.MAX_ROW", 200)
     monkeypatch.setattr("tasks.data.pairing.MAX_ROW", 80)
     long, longer, longest = (LABELLED | {"prompt": "x" * n} for n in (90, 300, 2000))
     reading = read_pairs(jsonl(tmp_path / "x.jsonl", longest, long, longer, LABELLED), name="x")

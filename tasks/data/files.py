@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
-import json
-import mmap
 import re
 import shutil
-import sys
 import tempfile
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import DataError
-from tasks.data.reasons import MAX_ROW, BadRow, Reason
+from tasks.data.reasons import BadRow, Reason
+from tasks.data.text_rows import BOM, array_rows, line_rows, one_line, open_csv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-Row = tuple[int, "Mapping[str, object] | BadRow"]
+    from tasks.data.text_rows import Row
 
 REFUSED = (  # how files begin that hold no rows, and what to do with them
     (b"version https://git-lfs", "is a Git LFS pointer, not the data: run `git lfs pull` where it comes from"),
@@ -40,8 +36,6 @@ REFUSED = (  # how files begin that hold no rows, and what to do with them
     (b"\x80\x04\x95", "is a Python pickle, which is never read: write it as Parquet or JSONL"),
 )
 GZIP = b"\x1f\x8b"
-BOM = b"\xef\xbb\xbf"
-TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},]', re.DOTALL)  # strings whole, and what stands between values
 
 
 class FileKind(StrEnum):
@@ -93,10 +87,10 @@ def open_file(path: Path, *, where: str, kind: FileKind | None, wanted: Callable
     if not start:
         return Opened(None, iter(()), written)
     if kind is FileKind.CSV:
-        columns, rows = _open_csv(file, start, where)
+        columns, rows = open_csv(file, start, where)
         wanted(columns)
         return Opened(columns, rows, written)
-    return Opened(None, _array_rows(file, where) if kind is FileKind.JSON else _line_rows(file), written)
+    return Opened(None, array_rows(file, where) if kind is FileKind.JSON else line_rows(file), written)
 
 
 def _unpack(file: IO[bytes], where: str) -> IO[bytes]:
@@ -141,149 +135,6 @@ def _guess(start: bytes, where: str) -> FileKind:
     return FileKind.JSONL
 
 
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def _line_rows(file: IO[bytes]) -> Iterator[Row]:
-    """Read line by line; a line over the limit is skipped without holding it. Blank lines are no rows."""
-    with file:
-        number = -1
-        while line := file.readline(MAX_ROW + 1):
-            number += 1
-            if len(line) > MAX_ROW:
-                size = len(line)
-                while not line.endswith(b"\n") and (line := file.readline(MAX_ROW)):
-                    size += len(line)
-                yield number, BadRow(Reason.TOO_LARGE, f"{size} bytes, at most {MAX_ROW}")
-                continue
-            line = line.removeprefix(BOM) if number == 0 else line
-            if line.strip():
-                yield number, _parse_line(line)
-
-
-def _parse_line(line: bytes) -> Mapping[str, object] | BadRow:
-    try:
-        return _parse(line.decode())
-    except UnicodeDecodeError as error:
-        return BadRow(Reason.BAD_ENCODING, f"byte {error.start} is no UTF-8")
-    except json.JSONDecodeError as error:
-        return BadRow(Reason.BAD_JSON, one_line(error))
-
-
-def _parse(text: str) -> Mapping[str, object] | BadRow:
-    """Parse one object; raise JSONDecodeError where it is no JSON."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        return BadRow(Reason.BAD_JSON, "nested too deeply")
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:  # a number with too many digits
-        return BadRow(Reason.BAD_JSON, one_line(error))
-    return value if isinstance(value, dict) else BadRow(Reason.BAD_TYPE, "the row is no object")
-
-
-def _array_rows(file: IO[bytes], where: str) -> Iterator[Row]:
-    """Read the elements of one array without holding it.
-
-    The file is cut at the commas of the array itself. Broken JSON refuses the file: nothing after it can be trusted.
-    """
-    text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if not re.compile(rb"(?:\xef\xbb\xbf)?\s*\[").match(text):
-        raise DataError(
-            f"{where} is no JSON array: it doesn't begin with `[`; if it has a JSON object a line, say jsonl."
-        )
-    depth = place = start = 0
-    for token in TOKEN.finditer(text):
-        at, sign = token.start(), text[token.start()]
-        if sign in b"[{":
-            depth += 1
-            start = at + 1 if depth == 1 else start
-        elif sign in b"]}":
-            depth -= 1
-        if depth > 1 or (depth == 1 and sign != 44) or sign == 34:  # inside an element; 44 is the comma, 34 the quote
-            continue
-        if depth == 1 or place or text[start:at].strip():
-            yield place, _element(text, start, at, f"{where} is no JSON after {place} elements")
-            place, start = place + 1, at + 1
-        if depth < 1:
-            if not re.compile(rb"\s*\Z").match(text, at + 1):
-                raise DataError(f"{where} goes on after the end of its array: name one array, or JSONL.")
-            return
-    raise DataError(f"{where} ends inside its array, after {place} elements: fetch or write it again.")
-
-
-def _element(text: Any, start: int, end: int, broken: str) -> Mapping[str, object] | BadRow:
-    if end - start > MAX_ROW:
-        return BadRow(Reason.TOO_LARGE, f"{end - start} bytes, at most {MAX_ROW}")
-    try:
-        return _parse(text[start:end].decode(errors="surrogateescape"))  # found again where the text is used
-    except json.JSONDecodeError as error:
-        raise DataError(f"{broken} (byte {start}: {one_line(error)}): write it again, or as JSONL.") from error
-
-
-# ---- CSV -------------------------------------------------------------------------------------------------------------
-
-
-def _open_csv(file: IO[bytes], start: bytes, where: str) -> tuple[list[str], Iterator[Row]]:
-    first = start.removeprefix(BOM).partition(b"\n")[0]
-    delimiter = max(",\t;", key=lambda sign: first.count(sign.encode()))
-    csv.field_size_limit(sys.maxsize)  # of the whole process; a row over MAX_ROW is dropped after it was read
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    lines = csv.reader(text, delimiter=delimiter, strict=True)
-    try:
-        header = next(lines, [])
-    except csv.Error as error:
-        raise DataError(
-            f"{where} has no CSV header ({one_line(error)}): name the columns in the first line."
-        ) from error
-    return [name.strip() for name in header], _csv_rows(lines, [name.strip() for name in header], where)
-
-
-def _csv_rows(lines: Any, header: Sequence[str], where: str) -> Iterator[Row]:
-    place = 0
-    while True:
-        line = lines.line_num + 1
-        try:
-            fields = next(lines)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if "end of data" in str(error):
-                raise DataError(
-                    f"{where} has a quote that is opened in the row of line {line} and never closed: mend that row."
-                ) from error
-            yield place, BadRow(Reason.BAD_CSV, f"line {line}: {one_line(error)}")
-        else:
-            if not fields:
-                continue
-            yield place, _csv_row(fields, header)
-        place += 1
-
-
-def _csv_row(fields: Sequence[str], header: Sequence[str]) -> Mapping[str, object] | BadRow:
-    size = sum(len(field) for field in fields)
-    if size > MAX_ROW:
-        return BadRow(Reason.TOO_LARGE, f"{size} characters, at most {MAX_ROW}")
-    if len(fields) != len(header):
-        return BadRow(Reason.BAD_CSV, f"{len(fields)} fields, the header has {len(header)}")
-    return {name: _cell(field) for name, field in zip(header, fields, strict=True)}
-
-
-def _cell(field: str) -> object:
-    """Give a cell's text; one that holds the JSON of a list of objects is that list."""
-    if field.startswith("[{"):
-        try:
-            value = json.loads(field)
-        except (ValueError, RecursionError):
-            return field
-        return value if isinstance(value, list) else field
-    return field
-
-
-# ---- Arrow -----------------------------------------------------------------------------------------------------------
-
-
 def _open_parquet(path: Path, where: str, wanted: Callable[[Sequence[str]], list[str]]) -> Opened:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -325,9 +176,3 @@ def _value(scalar: pa.Scalar) -> object:
         return BadRow(Reason.BAD_ENCODING, "")
     except (ValueError, OverflowError, pa.ArrowException):
         return BadRow(Reason.BAD_TYPE, "")
-
-
-def one_line(error: Exception) -> str:
-    """Give an error's text as one line of ASCII, shortened."""
-    text = " ".join(str(error).split())[:200]
-    return "".join(char if char.isascii() and char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -41,8 +41,9 @@ from tasks.data.reasons import BadRow, Reason
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from tasks.data.files import Opened, Row
+    from tasks.data.files import Opened
     from tasks.data.layouts import Shape
+    from tasks.data.text_rows import Row
 
 __all__ = ["VERSION", "FileKind", "Form", "Layout", "Reading", "Reason", "combine", "make_form", "read_pairs"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from storage.errors import DataError, MissingDependencyError, StoreError
-from tasks.data.files import one_line
+from tasks.data.text_rows import one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
