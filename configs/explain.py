@@ -33,6 +33,8 @@ def explain(error: ValidationError, values: Any) -> dict[Key, str]:
     """Give one text for each key of `values` that is wrong."""
     texts: dict[Key, str] = {}
     for item in error.errors(include_url=False):
+        if item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]:
+            continue  # pydantic counts what was right; the wrong items have texts of their own
         key = _existing(item["loc"], values, missing=item["type"] == "missing")
         text = _text(key, dict(item))
         if key in texts and text not in texts[key]:  # the branches of a union

@@ -158,7 +158,7 @@ def _validate(document: Document) -> RunConfig | None:
     for key in sorted(wrong, key=lambda key: document.origin(key).rank):
         document.problems.append(f"{dotted(key)} ({document.origin(key)}): {_stop(wrong[key])}")
     if config is not None:
-        document.problems += _conflicts(document, config, list(wrong))
+        document.problems += _conflicts(document, config, [_whole(key) or key for key in wrong])
     return config
 
 
@@ -199,13 +199,17 @@ def _at(values: Any, key: Key) -> Any:
 def _mended(values: Any, wrong: dict[Key, str]) -> Any:
     """Copy the values with the wrong ones taken out (their defaults hold) and the missing ones stood in for."""
     mended = json.loads(json.dumps(values))
-    whole = {tuple(itertools.takewhile(lambda part: isinstance(part, str), key)) for key in wrong}  # a list as one
-    for key in sorted(whole - {()}, key=len, reverse=True):
+    for key in sorted({_whole(key) for key in wrong} - {()}, key=len, reverse=True):
         container = _at(mended, key[:-1])
         container.pop(key[-1], None)
         if key in _STANDINS:
             container[key[-1]] = _STANDINS[key]
     return mended
+
+
+def _whole(key: Key) -> Key:
+    """Give the key that is taken out where this one is wrong: a list goes as one."""
+    return tuple(itertools.takewhile(lambda part: isinstance(part, str), key))
 
 
 def _conflicts(document: Document, config: RunConfig, wrong: list[Key]) -> list[str]:

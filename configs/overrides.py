@@ -26,31 +26,35 @@ def apply_override(document: Document, text: str) -> None:
         document.problems.append(f"--set {text}: the value can't be read as YAML; put it in quotes within the quotes.")
         return
     try:
-        key = _place(document.values, parts, value.values)
+        key, made = _place(document.values, parts, value.values)
     except LookupError as error:
         document.problems.append(f"--set {text}: {error.args[0]}.")
         return
     document.forget(key)
-    document.origins[key] = Origin(f"--set {text}", layer=OVERRIDE)
+    for place in (*made, key):
+        document.origins[place] = Origin(f"--set {text}", layer=OVERRIDE)
 
 
-def _place(container: Any, parts: Sequence[str], value: Any) -> Key:
-    """Put a value below a container; make what is not there yet. Raises LookupError with the reason."""
+def _place(container: Any, parts: Sequence[str], value: Any) -> tuple[Key, list[Key]]:
+    """Put a value below a container; give its key, and those made on the way. Raises LookupError with the reason."""
     key: Key = ()
+    made: list[Key] = []
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         index = _index(container, part, key)
         key = (*key, index)
         if following is None:
             put(container, index, value)
-            return key
-        inner = container[index] if index in _indices(container) else default_at(key)
+            return key, made
+        known = index in _indices(container)
+        inner = container[index] if known else default_at(key)
+        made += [] if known else [key]
         if not isinstance(inner, dict | list):
             if isinstance(inner, str | int | float):
                 raise LookupError(f"{dotted(key)} is a single value and has no `{following}`")
             inner = [] if following.isdigit() else {}
         put(container, index, inner)
         container = inner
-    return key
+    return key, made
 
 
 def _indices(container: dict[str, Any] | list[Any]) -> Any:

@@ -95,10 +95,25 @@ class Source(Section):
         return self
 
 
+class Category(StrEnum):
+    """Name a rule of `tasks/data/synthetic.py` by which one answer is better."""
+
+    CAPITALS = "capitals"
+    QUESTION = "question"
+    CONTAINS = "contains"
+    AVOIDS = "avoids"
+    STARTS = "starts"
+    NUMBER = "number"
+    ANIMAL = "animal"
+    EXCLAMATION = "exclamation"
+    QUOTES = "quotes"
+    FRUIT = "fruit"
+
+
 class SyntheticSource(Section):
     """Make pairs whose label is true by construction."""
 
-    categories: tuple[str, ...] = Field(min_length=1)
+    categories: tuple[Category, ...] = Field(min_length=1)
     count: int = Field(gt=0)
     seed: int = 0
 

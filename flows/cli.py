@@ -71,6 +71,7 @@ def resume(run_id: str, store: str | None, as_json: bool) -> None:
 def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
     import signal
 
+    from storage.errors import DataError
     from storage.store import open_store
     from tasks.jobs.launch import QUIET
 
@@ -86,10 +87,14 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
 
         with prefect_api():
             done = star(run_id=run_id, store=store)
-    except BaseException:
-        click.echo(
-            f"\n{run_id} stopped; what is committed stays. Go on with: starwheel resume {run_id}{where}", err=True
-        )
+    except BaseException as stop:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the jobs are being ended; a second Ctrl-C would only tear that
+        again = f"Go on with: starwheel resume {run_id}{where}"
+        if isinstance(stop, DataError):
+            again = (
+                "Mend the input and `starwheel run` it again: resuming would read the same, and what is done is reused"
+            )
+        click.echo(f"\n{run_id} stopped; what is committed stays. {again}", err=True)
         raise
     _print_report(open_store(store, create=False), run_id, as_json=as_json)
     if not as_json:
@@ -186,14 +191,16 @@ def show(run_id: str, iteration: int | None, step: str | None, store: str | None
 
 
 @cli.command()
-@click.argument("key")
+@click.argument("key", metavar="KEY")
 @click.option("--reason", required=True, help="Why the step's attempt no longer counts; kept in the store.")
 @STORE
 def void(key: str, reason: str, store: str | None) -> None:
-    """Let the step KEY (64 hex digits, `show RUN ITERATION STEP` has it) be computed again; nothing is deleted."""
+    """Let the step KEY (or its beginning, from `show RUN ITERATION`) be computed again; nothing is deleted."""
     from getpass import getuser
 
-    number = _open(store).void(key, reason, getuser())
+    opened = _open(store)
+    key = opened.find_step(key)
+    number = opened.void(key, reason, getuser())
     click.echo(f"attempt {number} of {key[:12]} is void; runs that need the step compute it again")
 
 
@@ -246,7 +253,8 @@ def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
     if as_json:
         print_json({"valid": True, "memory": needs})
         return
-    print_table(("needs", "GiB"), needs)
+    if needs:
+        print_table(("needs", "GiB"), needs)
     click.echo(f"{name} is valid")
 
 
@@ -336,13 +344,15 @@ def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
         return
     print_table(list(rows[0]), [list(one.values()) for one in rows], title=f"{run_id}: % with 95 % intervals")
     print_table(
-        ("iteration", "completions", "selected", "yield", "training rows", "dropped"),
+        ("iteration", "prompts", "with a row", "yield", "completions", "selected", "training rows", "dropped"),
         [
             (
                 one.iteration,
+                one.asked,
+                one.with_rows,
+                f"{100 * one.with_rows / max(one.asked, 1):.0f} %",
                 one.completions,
                 one.selected,
-                f"{100 * one.selected / max(one.completions, 1):.0f} %",
                 one.rows,
                 ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
             )

@@ -50,6 +50,7 @@ def prefect_api() -> Iterator[str]:
 
 def start_server() -> str:
     """Start a server on a free port of this machine; it ends with this process, after Prefect's last words to it."""
+    print("starting Prefect's embedded server (about 10 s) …", file=sys.stderr, flush=True)
     stack = ExitStack()
     atexit.register(stack.close)
     log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "prefect.log")

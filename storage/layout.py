@@ -11,6 +11,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 FORMAT = "FORMAT.json"
 RUNS = "runs/"
+STEPS = "steps/"
 
 
 def name(text: str) -> str:

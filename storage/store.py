@@ -79,6 +79,16 @@ class Store:
             number += 1
         return attempt
 
+    def find_step(self, beginning: str) -> str:
+        """Return the key of the one step that begins so; StoreError where none or several do. Lists the steps."""
+        found = [key for key in self.backend.folders(layout.STEPS) if beginning and key.startswith(beginning)]
+        if len(found) == 1:
+            return found[0]
+        which = f"{len(found)} steps begin with" if found else "no step begins with"
+        raise StoreError(
+            f"{self.url}: {which} `{beginning}`; give a key, or its beginning, of `starwheel show RUN ITERATION`"
+        )
+
     def void(self, key: str, reason: str, who: str) -> int:
         """Mark the attempt that counts as void and return its number; the next one may be written."""
         attempt = self.attempt(key)

@@ -108,9 +108,7 @@ def _session(
 
 def _rows(store: Store, event: Event) -> int | None:
     manifest = store.manifest(event["key"])
-    if manifest is None or not manifest.artifacts:
-        return None
-    return next(iter(manifest.artifacts.values())).rows
+    return manifest.counts.get("kept") if manifest else None
 
 
 def _sizes(store: Store, reused: Mapping[tuple[int, str, str], Event]) -> Mapping[str, int]:

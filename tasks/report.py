@@ -39,9 +39,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Yield:
-    """Count what an iteration kept: completions judged, rows selected, training rows, loss tokens."""
+    """Count what an iteration kept: prompts shown, those that gave a training row, completions, selected, rows."""
 
     iteration: int
+    asked: int
+    with_rows: int
     completions: int
     selected: int
     rows: int
@@ -104,8 +106,18 @@ def _yields(store: Store, history: History) -> list[Yield]:
         rows = next((manifest_of(store, one) for one in history.of("pairs", used.iteration)), None)
         if manifest is not None and rows is not None:
             trained = next(iter(rows.artifacts.values())).rows
-            counts = manifest.counts
-            yields.append(Yield(used.iteration, counts["in"], counts["kept"], trained, counts["dropped"]))
+            asked, counts = rows.facts["yields"], manifest.counts
+            yields.append(
+                Yield(
+                    iteration=used.iteration,
+                    asked=asked["asked"],
+                    with_rows=asked["with_rows"],
+                    completions=counts["in"],
+                    selected=counts["kept"],
+                    rows=trained,
+                    dropped=counts["dropped"],
+                )
+            )
     return yields
 
 
@@ -197,9 +209,9 @@ def plot(report: Report) -> bytes:
     ):
         _draw(right, report, judges, ("test", name), label=f"{label}, test")
     if report.yields:
-        share = [one.selected / max(one.completions, 1) for one in report.yields]
+        share = [one.with_rows / max(one.asked, 1) for one in report.yields]
         places = [judges.index(str(one.iteration)) for one in report.yields if str(one.iteration) in judges]
-        right.plot(places, share[: len(places)], "s--", color="0.4", label="yield: kept of sampled")
+        right.plot(places, share[: len(places)], "s--", color="0.4", label="yield: prompts with a training row")
     right.axhline(0.5, color="0.6", linewidth=0.8, linestyle=":")
     right.set(title="How it answers", ylim=(0.0, 1.02))
     for axes in (left, right):

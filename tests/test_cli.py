@@ -148,6 +148,7 @@ ERRORS = {
     "ambiguous run": (("resume", "twin-", "--store", "{twins}"), ("it may be twin-", ", twin-")),
     "unknown iteration": (("show", "last", "9", "--store", "{store}"), ("has no steps in iteration 9",)),
     "unknown step": (("show", "last", "1", "trian", "--store", "{store}"), ("used no step 'trian'",)),
+    "unknown key to void": (("void", "abc", "--reason", "r", "--store", "{store}"), ("no step begins with `abc`",)),
     "foreign scheme": (("ls", "--store", "gs://bucket"), ("gs://", "use s3://bucket/prefix or a folder")),
     "unknown command": (("resum", "last"), ("No such command 'resum'",)),
 }
@@ -164,6 +165,14 @@ def test_a_user_error_is_a_sentence(kind: str, made: Made, tmp_path: Path, capsy
     assert all(part in told for part in parts), told
     sentences = [line for line in told.splitlines() if line and not line.startswith(("Usage:", "Try "))]
     assert len(sentences) == 1, told
+
+
+def test_void_takes_a_key_as_show_prints_it(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    shown = next(one for one in read_json("show", "last", "1", "--store", made.url) if one["step"] == "select")
+    assert "is void" in call("void", shown["key"], "--reason", "a test", "--store", made.url)
+    todo = [(one["iteration"], one["step"]) for one in read_json("plan", str(made.config)) if one["state"] == "to do"]
+    assert todo[0] == (1, "select")
 
 
 def test_a_store_is_not_made_by_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,7 +278,7 @@ def test_overrides_reach_everything(tmp_path, pairs):
         [
             "train.lora.r=8",
             "train.learning_rate=1e-4",
-            "data.sources.0.generator.categories.0=one_word",
+            "data.sources.0.generator.categories.0=number",
             "data.sources.1={name: more, path: " + pairs + "}",
             "sample.stop.0=a=b",
             "model.template_kwargs.enable_thinking=true",
@@ -290,7 +290,7 @@ def test_overrides_reach_everything(tmp_path, pairs):
     )
     assert config.train.lora is not None
     assert (config.train.lora.r, config.train.learning_rate) == (8, 1e-4)
-    assert config.data.sources[0].generator.categories == ("one_word",)
+    assert config.data.sources[0].generator.categories == ("number",)
     assert config.data.sources[1].name == "more"
     assert config.sample.stop == ("a=b",)
     assert config.model.template_kwargs == {"date_string": "26 Jul 2024", "enable_thinking": True}
@@ -316,6 +316,9 @@ def test_the_last_override_wins(tmp_path):
         ("prompt.user=Judge: {prompt}: x", ["can't be read as YAML", "quotes"]),
         ("seed={a: 1, a: 2}", ["can't be read as YAML"]),
         ("sed=3", ["sed (--set sed=3)", "did you mean `seed`?"]),
+        ("sampel.n=3", ["sampel (--set sampel.n=3)", "did you mean `sample`?"]),
+        ("data.sources.0.generator.categories=[zoo]", ["categories.0 (--set", "'zoo'", "one of 'capitals'"]),
+        ("data.sources.0.generator.categories=[]", ["categories (--set", "at least 1 item, not 0"]),
         ("preset=star-sft", ["in the file"]),
         ("name=", ["must be text, not nothing."]),
         ("seed=-3", ["seed (--set seed=-3)", "at least 0"]),

@@ -165,8 +165,11 @@ def test_bootstrap_takes_only_what_has_a_rationale() -> None:
 
 
 def test_too_few_groups_are_refused() -> None:
-    with pytest.raises(DataError, match="3 iterations need 3 groups"):
+    with pytest.raises(DataError, match=r"iterations is 3 .* but 2 are left .* was dropped \(none\)"):
         split(reading(8, per_prompt=4), SplitConfig(dev=0, test=0), parts=3, seed=0)
+    tied = {"prompt": "p", "response_a": "x", "response_b": "y", "label": "tie"}
+    with pytest.raises(DataError, match=r"but 0 are left .* was dropped \(tie 2\)"):
+        split(read_pairs(pa.Table.from_pylist([tied, tied]), name="ties"), SplitConfig(), parts=1, seed=0)
     with pytest.raises(DataError, match="asks for 500 pairs, but 300"):
         split(reading(300), SplitConfig(dev=0, test=0, bootstrap=500), parts=1, seed=0)
     with pytest.raises(DataError, match="leave something to train on"):

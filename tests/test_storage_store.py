@@ -151,6 +151,22 @@ def test_void_opens_the_next_attempt(store: Store, tmp_path: Path) -> None:
     assert store.attempt(KEY).number == 2
 
 
+def test_a_step_is_found_by_the_beginning_of_its_key(store: Store) -> None:
+    twin = f"{KEY[:20]}{'0' * 44}"
+    for key in (KEY, twin):
+        commit(store.attempt(key))
+    assert store.find_step(KEY[:21]) == KEY
+    assert store.find_step(twin) == twin
+    for beginning, words in (
+        (KEY[:20], "2 steps begin with"),
+        ("", "no step"),
+        ("abc/../x", "no step"),
+        ("zz", "no step"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            store.find_step(beginning)
+
+
 def test_a_commit_into_a_voided_attempt_counts_for_nothing(store: Store) -> None:
     attempt = store.attempt(KEY)
     store.void(KEY, "stop it", "tester")

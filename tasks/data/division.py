@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +66,10 @@ def split(reading: Reading, config: SplitConfig, *, parts: int, seed: int, limit
     held_out = _held_out(reading.pairs, config)
     reading, held_out = _drop_contaminated(reading, held_out, limits.suites)
     training = _rank(reading.pairs, held_out, salt=config.salt, seed=seed, ready=limits.bootstrap_ids)
-    names = _fill_bootstrap(training, config.bootstrap)
+    lost = _lost(reading)
+    names = _fill_bootstrap(training, config.bootstrap, lost)
     rest = training.filter(~pl.col("group").is_in(list(names)))
-    names |= _fill_parts(rest, parts)
+    names |= _fill_parts(rest, parts, lost)
     where = pl.DataFrame(reading.pairs.select(["group"])).select(
         pl.coalesce(held_out, pl.col("group").replace_strict(names, default=None, return_dtype=pl.String))
     )
@@ -191,7 +193,13 @@ def _rank(pairs: pa.Table, held_out: pl.Series, *, salt: str, seed: int, ready: 
     return groups.with_columns(rank=_hashes("rank", str(seed), salt, values=groups["group"])).sort("rank")
 
 
-def _fill_bootstrap(groups: pl.DataFrame, wanted: int) -> dict[str, str]:
+def _lost(reading: Reading) -> str:
+    """Name the reasons of the rows that are no pairs, with their counts."""
+    reasons = Counter(reading.dropped["reason"].to_pylist())
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items())) or "none"
+
+
+def _fill_bootstrap(groups: pl.DataFrame, wanted: int, lost: str) -> dict[str, str]:
     """Take groups in order while they fit."""
     usable = groups.filter("ready").select("group", "size")
     taken: dict[str, str] = {}
@@ -203,17 +211,17 @@ def _fill_bootstrap(groups: pl.DataFrame, wanted: int) -> dict[str, str]:
     if wanted and (not taken or usable["size"].sum() < wanted):
         raise DataError(
             f"split.bootstrap asks for {wanted} pairs, but {usable['size'].sum()} in {usable.height} groups can be "
-            "used for the warm start: lower it or give more pairs."
+            f"used for the warm start (dropped: {lost}): lower it or give more pairs."
         )
     return taken
 
 
-def _fill_parts(groups: pl.DataFrame, parts: int) -> dict[str, str]:
+def _fill_parts(groups: pl.DataFrame, parts: int, lost: str) -> dict[str, str]:
     """Give each group, large ones first, to the part with the fewest pairs so far."""
     if groups.height < parts:
         raise DataError(
-            f"{parts} iterations need {parts} groups of training pairs, but {groups.height} are left after dev, test, "
-            "bootstrap and what was dropped: give more pairs or run fewer iterations."
+            f"iterations is {parts} and each needs a group of training pairs, but {groups.height} are left after dev, "
+            f"test, bootstrap and what was dropped ({lost}): give more pairs or run fewer iterations."
         )
     filled = [(0, number) for number in range(1, parts + 1)]
     taken: dict[str, str] = {}
