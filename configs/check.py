@@ -16,6 +16,7 @@ VERDICTS = ("[[A]]", "[[B]]")
 LORA_MIN_LEARNING_RATE = 1e-5
 VLLM_MAX_LORA_RANK = 512
 PACKAGE = "package:"
+COMMIT = re.compile(r"[0-9a-f]{40}")
 RESERVED = {"dev", "test", "bootstrap", "dropped"}
 
 # Arguments of vLLM that a key of ours sets: through `engine.extra` they would slip past the step keys.
@@ -75,7 +76,7 @@ def _model(config: RunConfig) -> Found:
             f"the hub id `{base}` (no folder of that name is here) needs a commit, so that it stays the same; "
             "set the 40 hex digits that the hub shows under Files, History",
         )
-    elif not re.fullmatch(r"[0-9a-f]{40}", revision):
+    elif not COMMIT.fullmatch(revision):
         yield (
             "model.revision",
             f"`{revision}` is no commit, and a branch or tag can move; give the 40 hex digits of a commit",
@@ -83,7 +84,7 @@ def _model(config: RunConfig) -> Found:
 
 
 def is_hub_id(base: str) -> bool:
-    """Say whether a base names a model on the Hugging Face hub: `owner/name`, and no folder of that name exists."""
+    """Say whether a name is one of the Hugging Face hub: `owner/name`, and no folder of that name exists here."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and base[0] not in ".-" and not Path(base).is_dir()
 
 
@@ -99,6 +100,7 @@ def _sources(config: RunConfig) -> Found:
             yield f"{key}.name", f"`{source.name}` is the name of a set of the split; choose another"
         if source.path is not None and (problem := _unreadable(source.path)):
             yield f"{key}.path", problem
+        yield from _hub(key, source)
     for (one, left), (other, right) in combinations(named.items(), 2):
         if _same_rows(left, right):
             yield f"{other} {one}", f"holds the same pairs as {one}, so they would count twice; leave one out"
@@ -116,7 +118,27 @@ def _sources(config: RunConfig) -> Found:
 
 
 def _same_rows(left: Source, right: Source) -> bool:
-    return (left.path, left.generator) == (right.path, right.generator)
+    origins = ("path", "hub", "config", "split", "generator")
+    return all(getattr(left, origin) == getattr(right, origin) for origin in origins)
+
+
+def _hub(key: str, source: Source) -> Found:
+    """Check that a data set of the hub is named and pinned, and that nothing of it stands beside another origin."""
+    if source.hub is None:
+        for name in ("revision", "config", "split"):
+            if getattr(source, name) is not None:
+                yield (
+                    f"{key}.{name} {key}.hub",
+                    "belongs to a source of the hub; set `hub: owner/name`, or leave it out",
+                )
+    elif not is_hub_id(source.hub):
+        yield f"{key}.hub", f"`{source.hub}` is no id of the hub; write `owner/name`, or name a file by `path`"
+    elif source.revision is None or not COMMIT.fullmatch(source.revision):
+        given = "no commit is set" if source.revision is None else f"`{source.revision}` is no commit"
+        yield (
+            f"{key}.revision {key}.hub",
+            f"{given}, and a branch or tag can move; set the 40 hex digits that the hub shows under Files, History",
+        )
 
 
 def _unreadable(path: str) -> str | None:
@@ -126,7 +148,7 @@ def _unreadable(path: str) -> str | None:
         return _bad_address(path) or (None if named else f"`{path}` names a bucket and no object; add it")
     local = Path(path).expanduser()
     if local.is_dir():
-        return f"{local.absolute()} is a folder; name one Parquet or JSONL file in it, one source a file"
+        return f"{local.absolute()} is a folder; name one file of pairs in it, one source a file"
     return None if local.exists() else f"there is no file at {local.absolute()}; correct the path"
 
 

@@ -46,19 +46,52 @@ class ModelConfig(Section):
     )
 
 
+class ColumnsConfig(Section):
+    """Name the columns of a source whose names tell nothing; null leaves a column as it is called."""
+
+    prompt: Annotated[str | None, Neutral(None)] = None
+    chosen: Annotated[str | None, Neutral(None)] = None
+    rejected: Annotated[str | None, Neutral(None)] = None
+    response_a: Annotated[str | None, Neutral(None)] = None
+    response_b: Annotated[str | None, Neutral(None)] = None
+    label: Annotated[str | None, Neutral(None)] = None
+    group: Annotated[str | None, Neutral(None)] = None
+    source: Annotated[str | None, Neutral(None)] = None
+    subset: Annotated[str | None, Neutral(None)] = None
+    id: Annotated[str | None, Neutral(None)] = None
+
+    def given(self) -> dict[str, str]:
+        """Give those that are named: our word -> column."""
+        return {name: column for name, column in self if column is not None}
+
+
 class Source(Section):
     """Name one source of preference pairs."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     path: Annotated[str | None, NotInKey("the digest of its content is an input")] = Field(
-        None, description="a Parquet or JSONL file, local or s3://"
+        None, description="a Parquet, JSON, JSONL or CSV file, the text ones gzipped or not, local or s3://"
     )
+    hub: Annotated[str | None, Neutral(None)] = Field(
+        None, description="a data set of the Hugging Face hub, `owner/name`, at the commit `revision`"
+    )
+    revision: Annotated[str | None, Neutral(None)] = Field(None, description="commit of `hub`, 40 hex digits")
+    config: Annotated[str | None, Neutral(None)] = Field(None, description="configuration of `hub`, where it has more")
+    split: Annotated[str | None, Neutral(None)] = Field(None, description="split of `hub`, where it has more")
     generator: SyntheticSource | None = Field(None, description="make the pairs instead of reading them")
+    file: Annotated[Literal["parquet", "json", "jsonl", "csv"] | None, Neutral(None)] = Field(
+        None, description="how the rows are written; null tells it from the file"
+    )
+    format: Annotated[
+        Literal["chosen", "transcript", "sharegpt", "trajectory", "labelled", "one-hot", "annotators"] | None,
+        Neutral(None),
+    ] = Field(None, description="how a row holds a pair; null tells it from the columns")
+    columns: Annotated[ColumnsConfig, Neutral(ColumnsConfig())] = ColumnsConfig()
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:
-        if (self.path is None) == (self.generator is None):
-            raise ValueError("give either `path` or `generator`")
+        if sum(origin is not None for origin in (self.path, self.hub, self.generator)) != 1:
+            raise ValueError("give one of `path`, `hub` and `generator`")
         return self
 
 
@@ -124,7 +157,7 @@ class BootstrapConfig(Section):
     """Warm-start on rationales of another source (the paper's bootstrapped rationales, Table 1)."""
 
     rationales: Annotated[str, NotInKey("the digest of its content is an input")] = Field(
-        description="`generator` (the synthetic source writes them) or a Parquet/JSONL file"
+        description="`generator` (the synthetic source writes them) or a file of pairs with a column `rationale`"
     )
     epochs: float | None = Field(None, gt=0, description="in place of train.epochs")
     learning_rate: float | None = Field(None, gt=0, description="in place of train.learning_rate")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from storage.store import Store
+    from tasks.data.profile import Profile
 
 STORE = click.option(
     "--store", default=None, help="Folder or s3://bucket/prefix. [default: STARWHEEL_STORE or ./starwheel-store]"
@@ -255,6 +256,78 @@ def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
     if needs:
         print_table(("needs", "GiB"), needs)
     click.echo(f"{name} is valid")
+
+
+@cli.group()
+def data() -> None:
+    """Look into files of preference pairs."""
+
+
+@data.command("inspect")
+@click.argument("path", metavar="FILE")
+@click.option("--file", "written", default=None, help="parquet, json, jsonl or csv. [default: told from the file]")
+@click.option("--format", "layout", default=None, help="As data.sources.N.format. [default: told from the columns]")
+@click.option("--column", "columns", multiple=True, metavar="OURS=COLUMN", help="As data.sources.N.columns.")
+@click.option("--tokenizer", default=None, help="Folder with tokenizer.json: measure lengths in tokens.")
+@JSON
+def data_inspect(
+    path: str, *, written: str | None, layout: str | None, columns: Sequence[str], tokenizer: str | None, as_json: bool
+) -> None:
+    """Show what FILE (local or s3://) holds: format, counts, drops, lengths, balance, trivial judges, a few pairs."""
+    import tempfile
+    from dataclasses import replace
+    from pathlib import Path
+
+    from flows.terminal import print_json
+    from storage.inputs import fetch_input
+    from tasks.data.formats import make_form, read_pairs
+    from tasks.data.profile import make_profile, token_counter
+
+    form = make_form(file=written, layout=layout, columns=_assignments(columns))
+    count = token_counter(tokenizer) if tokenizer else len
+    with tempfile.TemporaryDirectory() as cache:
+        file = fetch_input(path, Path(cache))
+        reading = read_pairs(file.path, name=Path(path).name, form=replace(form, address=file.url))
+    profile = make_profile(reading, count=count, unit="tokens" if tokenizer else "characters")
+    if as_json:
+        print_json({"file": file.url, "bytes": file.bytes, "sha256": file.sha256, **profile.to_json()})
+        return
+    _print_profile(file.url, profile)
+
+
+def _assignments(columns: Sequence[str]) -> dict[str, str]:
+    parted = [column.partition("=") for column in columns]
+    if wrong := [column for column, (_, sign, theirs) in zip(columns, parted, strict=True) if not sign or not theirs]:
+        raise click.UsageError(f"--column {wrong[0]}: write OURS=COLUMN, e.g. prompt=question")
+    return {ours: theirs for ours, _, theirs in parted}
+
+
+def _print_profile(address: str, profile: Profile) -> None:
+    from flows.terminal import plain, print_table
+
+    click.echo(f"{plain(address)}\n{plain(profile.layout)}")
+    click.echo(
+        f"{profile.rows} rows, {profile.kept} pairs of {profile.groups} groups, {profile.multi_turn} with several turns"
+    )
+    if profile.dropped:
+        dropped = [(reason, count, profile.why[reason][:100]) for reason, count in profile.dropped.items()]
+        print_table(("dropped", "rows", "first met"), dropped)
+    if len(profile.subsets) > 1:
+        print_table(("subset", "pairs"), profile.subsets.items())
+    if not profile.kept:
+        return
+    names = ("mean", "median", "p95", "max")
+    sizes = [(part, *(f"{size[name]:.0f}" for name in names)) for part, size in profile.lengths.items()]
+    print_table((profile.unit, *names), sizes)
+    click.echo(f"gold is A in {profile.gold_a} of {profile.kept} pairs, {100 * profile.gold_a / profile.kept:.1f} %")
+    scores = [
+        (one.judge, f"{100 * one.accuracy:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]", one.n, one.clusters)
+        for one in profile.baselines
+    ]
+    print_table(("judge without judgment", "% right, 95 % interval", "pairs", "groups"), scores)
+    for example in profile.examples:
+        texts = [(part, example[part].replace("\n", " ↵ ")) for part in ("prompt", "better", "worse")]
+        print_table((example["pair_id"], ""), texts)
 
 
 def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:

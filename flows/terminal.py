@@ -59,8 +59,9 @@ def _progress_line(event: Mapping[str, Any]) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    """Print a value as JSON; what a terminal might obey (escapes, direction marks) is written by its number."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    print("".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "") -> None:

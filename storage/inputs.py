@@ -70,9 +70,9 @@ def _stat(path: Path) -> os.stat_result:
     except (OSError, ValueError):  # ValueError: a null byte in the name
         raise DataError(f"{path} does not exist: check the path (relative ones start at {os.getcwd()}).") from None
     if stat.S_ISDIR(found.st_mode):
-        raise DataError(f"{path} is a folder: name one Parquet or JSONL file in it, one source a file.")
+        raise DataError(f"{path} is a folder: name one file of pairs in it, one source a file.")
     if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"{path} is a pipe or device: copy its content into a Parquet or JSONL file.")
+        raise DataError(f"{path} is a pipe or device: copy its content into a file.")
     return found
 
 
@@ -89,7 +89,7 @@ def _hash(path: Path) -> str:
 def _fetch_object(url: str, cache: Path) -> InputFile:
     bucket, _, key = url.removeprefix("s3://").partition("/")
     if not bucket or not key or key.endswith("/"):
-        raise DataError(f"{url} names no object: give s3://bucket/key of one Parquet or JSONL file.")
+        raise DataError(f"{url} names no object: give s3://bucket/key of one file of pairs.")
     memory = _Memory(cache)
     with _Sentences(url, bucket):
         files = _file_system()
@@ -130,7 +130,7 @@ def _info(files: Any, url: str, bucket: str, key: str) -> dict[str, Any]:
             ) from None
         raise DataError(f"{url} does not exist at {_endpoint(files)}: check the key.") from None
     if found["type"] != "file":
-        raise DataError(f"{url} is a folder: name one Parquet or JSONL object in it, one source an object.")
+        raise DataError(f"{url} is a folder: name one object in it, one source an object.")
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from configs.run import RunConfig, Source, key_part
 from storage.errors import DataError, StepFailedError
 from storage.inputs import InputFile, fetch_input
 from storage.schema import SCHEMAS, Order, Split, empty
-from tasks.data import division, formats, synthetic
+from tasks.data import division, formats, hub, synthetic
 from tasks.data.reading import Reading, combine
 from tasks.judge import prompts
 from tasks.step import Context, Step
@@ -107,14 +107,23 @@ def _placed(pairs: pa.Table, splits: pa.Table) -> pa.Table:
 
 
 def _read(source: Source, inputs: Inputs) -> Reading:
+    form = formats.make_form(file=source.file, layout=source.format, columns=source.columns.given())
+    if source.hub is not None:
+        table = hub.load(source.hub, revision=source.revision, config=source.config, split=source.split)
+        return formats.read_pairs(table, name=source.name, form=replace(form, address=hub.address(source.hub)))
     if source.generator is None:
-        return formats.read_pairs(inputs.files[source.name].path, name=source.name)
+        file = inputs.files[source.name]
+        return formats.read_pairs(file.path, name=source.name, form=replace(form, address=file.url))
     made = source.generator
     try:
         table = synthetic.generate(made.categories, made.count, seed=made.seed)
     except ValueError as error:
         raise DataError(f"data source {source.name}: {error}") from error
     return formats.read_pairs(table, name=source.name)
+
+
+def _own(file: InputFile) -> Reading:
+    return formats.read_pairs(file.path, name="rationales", form=formats.Form(address=file.url))
 
 
 def prompt_lengths(pairs: pa.Table, config: RunConfig, template: Template) -> pa.Array:
@@ -131,7 +140,7 @@ def _rationales(config: RunConfig, reading: Reading, inputs: Inputs) -> pa.Table
     if config.bootstrap is None:
         return empty("rationales")
     own = inputs.rationales
-    extras = reading.extras if own is None else formats.read_pairs(own.path, name="rationales").extras
+    extras = reading.extras if own is None else _own(own).extras
     if "rationale" not in extras.column_names:
         raise DataError(
             "bootstrap.rationales: no source has a column `rationale`; name a file that has one, or a generator source"

@@ -28,7 +28,7 @@ FENCED = {
     "torch": ("tasks.training.", "tasks.models"),
     "trl": ("tasks.training.",),
     "peft": ("tasks.training.",),
-    "datasets": ("tasks.training.",),
+    "datasets": ("tasks.training.", "tasks.data.hub"),
     "accelerate": ("tasks.training.",),
     "transformers": ("tasks.training.", "tasks.engines.template", "tasks.models"),
     "fsspec": ("storage.",),

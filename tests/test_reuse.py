@@ -360,9 +360,15 @@ def others(field: FieldInfo, value: Any) -> Iterator[Any]:
     yield from (None, 1, 0.5, "given")
 
 
+HUB_SOURCE = {"name": "far", "hub": "who/what", "revision": "1" * 40, "config": "default", "split": "train"}
 BASES: dict[str, dict[str, Any]] = {
     "star-sft": {"iterations": 2, "pairs": {"data": "cumulative"}, "sample": {"stop": ["</s>"]}},
     "star-dpo": {"iterations": 2, "method": "star-dpo", "bootstrap": None, "train": {"init_from": "previous"}},
+    "hub": {
+        "iterations": 1,
+        "bootstrap": None,
+        "data": {"sources": [HUB_SOURCE], "suites": [HUB_SOURCE | {"name": "farther", "split": "test"}]},
+    },
 }
 
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from storage.errors import DataError, StepFailedError
 from storage.schema import SCHEMAS, Split, part
-from tasks.data.pairing import Reason
 from tasks.data.reading import prompt_keys
+from tasks.data.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,180 +1,134 @@
-"""Read preference pairs from Parquet, JSONL or a table in memory: every row becomes a pair or a reason.
+"""Read preference pairs from files and tables: every row becomes a pair or a reason.
 
-Layouts, told apart by the columns and named in `Reading.layout`:
+Files: Parquet, a JSON array, JSONL, CSV with a header; the text ones may be gzipped. Layouts, told apart by the columns
+and named in `Reading.layout`:
 
 - `prompt`, `chosen`, `rejected`: the first response is the better one. `prompt` may be left out where both are lists of
-  messages that begin with it.
-- `prompt`, `response_a`, `response_b`, `label`: A or B in either case, or a tie (tie, tied, draw, equal, same, both,
-  neither).
+  messages that begin with it. Equal `score_chosen` and `score_rejected` are a tie.
+- `chosen`, `rejected` that are whole transcripts, `Human: …` and `Assistant: …` after blank lines (hh-rlhf).
+- `conversations` (ShareGPT) or `trajectory` (UltraInteract; grouped by `parent_id`) in place of `prompt`.
+- `prompt`, two responses and who won. Responses: response, answer, output, completion or conversation with the endings
+  _a and _b, _1 and _2, 1 and 2, or _0 and _1. Winner: `label`, `winner`, `preference` or `better_response_id` with A or
+  B, the name of a response's column, model_a or model_b; a number that counts as those endings do; or a tie (tie, draw,
+  both, neither …, and 0 beside 1 and 2).
+- the same with `winner_model_a`, `winner_model_b`, `winner_tie`, of which one is 1; prompt and responses may be JSON
+  lists, a text a turn.
+- the same with `annotator1`, `annotator2` …: more than half of them decide, else it is a tie.
 
-A prompt is a text or a list of {role, content}; so is a response, whose last message is what is judged. Optional:
-`group` (pairs of one group are never parted), `source`, `subset`; `id` and, beside a label, columns that begin with
-`rationale` are carried along. Other columns are left alone. Blank lines of a JSONL file are no rows.
+The prompt may also be called question, instruction (an `input` beside it is put after it), query or input. A prompt is
+a text or a list of {role, content} or {from, value}; so is a response, whose last message is what is judged. A content
+is a text or a list of parts {type: text, text}. Optional: `group` (pairs of one group are never parted), `source`,
+`subset`; `id` and, where the responses have letters or numbers, columns that begin with `rationale` are carried along.
+Other columns are left alone.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from storage.errors import DataError
-from tasks.data.pairing import MAX_ROW, BadRow, Entry, Layout, Reason, clean
+from tasks.data.files import FileKind, open_file, open_table
+from tasks.data.layouts import OWN, Layout, detect, wanted_columns
+from tasks.data.pairing import Entry, clean
 from tasks.data.reading import Reading, combine, make_reading
+from tasks.data.reasons import BadRow, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["VERSION", "Layout", "Reading", "Reason", "combine", "read_pairs"]
+    from tasks.data.files import Opened
+    from tasks.data.layouts import Shape
+    from tasks.data.text_rows import Row
 
-VERSION = 1  # part of the step keys: raise it when the same file gives other pairs, ids or reasons
+__all__ = ["VERSION", "FileKind", "Form", "Layout", "Reading", "Reason", "combine", "make_form", "read_pairs"]
 
+VERSION = 2  # part of the step keys: raise it when the same file gives other pairs, ids or reasons
+
+COLUMNS = ("prompt", "chosen", "rejected", "response_a", "response_b", "label", *OWN)
 HEAD = 1000  # objects the layout is told from
 PATIENCE = 100_000  # rows without a single object
-NEEDED = {
-    Layout.CHOSEN: ("prompt", "chosen", "rejected"),
-    Layout.LABELLED: ("prompt", "response_a", "response_b", "label"),
-}
-KNOWN = {"prompt", "chosen", "rejected", "response_a", "response_b", "label", "group", "source", "subset", "id"}
-REFUSED = (  # how files begin that are neither Parquet nor JSONL, and what to do with them
-    (b"version https://git-lfs", "is a Git LFS pointer, not the data: run `git lfs pull` where it comes from"),
-    (b"PK\x03\x04", "is a zip archive: unzip it and name the file inside"),
-    (b"\x1f\x8b", "is gzipped: gunzip it first"),
-    (b"BZh", "is compressed with bzip2: unpack it first"),
-    (b"\x28\xb5\x2f\xfd", "is compressed with zstd: unpack it first"),
-    (b"\xfd7zXZ", "is compressed with xz: unpack it first"),
-    (b"\xff\xfe", "is UTF-16: convert it to UTF-8"),
-    (b"\xfe\xff", "is UTF-16: convert it to UTF-8"),
-    (b"ARROW1", "is an Arrow file: write it as Parquet"),
-)
-
-Row = tuple[int, "Mapping[str, object] | BadRow"]
 
 
-def read_pairs(origin: Path | str | pa.Table, *, name: str) -> Reading:
+@dataclass(frozen=True)
+class Form:
+    """Say what is known of a source's form; what is left out is detected.
+
+    address: where the file comes from, for its ending and for errors. columns: our word (prompt, chosen, rejected,
+    response_a, response_b, label, group, source, subset, id) -> the column of the source.
+    """
+
+    address: str | None = None
+    file: FileKind | None = None
+    layout: Layout | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+def make_form(*, file: str | None, layout: str | None, columns: Mapping[str, str]) -> Form:
+    """Make a form of a person's words; raise DataError for one that isn't known."""
+    for word, known in ((file, FileKind), (layout, Layout)):
+        if word is not None and word not in list(known):
+            raise DataError(f"{word!r} is no format that is read: {', '.join(known)} are.")
+    for ours in columns:
+        if ours not in COLUMNS:
+            raise DataError(f"{ours!r} is no column that a pair has: {', '.join(COLUMNS)} are.")
+    return Form(None, FileKind(file) if file else None, Layout(layout) if layout else None, columns)
+
+
+def read_pairs(origin: Path | str | pa.Table, *, name: str, form: Form | None = None) -> Reading:
     """Read a file or table as pairs of the source `name`; raise DataError where the whole is no such thing."""
-    where = f"the table of {name!r}" if isinstance(origin, pa.Table) else str(origin)
-    columns, rows = _rows(origin, where)
-    head = _head(rows)
+    form = form or Form()
+    where = form.address or (f"the table of {name!r}" if isinstance(origin, pa.Table) else str(origin))
+    opened = _open(origin, form, where)
+    head = _head(opened.rows)
     if not head:
         raise DataError(f"{where} has no rows: give at least one pair.")
-    found = columns if columns is not None else _keys(head)
-    layout = _detect(found, [record for _, record in head if not isinstance(record, BadRow)], where)
-    carried = [column for column in found if column == "id" or _argues(column, layout)]
+    found = opened.columns if opened.columns is not None else _keys(head)
+    columns = _renamed(found, form, where)
+    records = [_rename(record, form) for _, record in head if not isinstance(record, BadRow)]
+    shape = detect(columns, records, where=where, wanted=form.layout)
+    carried = [column for column in columns if column == "id" or _argues(column, shape)]
     entries: list[tuple[int, Entry]] = []
     bad: list[tuple[int, BadRow]] = []
-    for place, record in chain(head, rows):
+    for place, record in chain(head, opened.rows):
         try:
             if isinstance(record, BadRow):
                 raise record
-            entries.append((place, clean(record, layout, name=name, carried=carried)))
+            entries.append((place, clean(_rename(record, form), shape, name=name, carried=carried)))
         except BadRow as row:
             bad.append((place, row))
-    return make_reading(name, entries, bad, carried=carried, layout=layout)
+    return make_reading(name, entries, bad, carried=carried, layout=f"{shape} ({opened.written})")
 
 
-def _rows(origin: Path | str | pa.Table, where: str) -> tuple[list[str] | None, Iterator[Row]]:
-    """Give the columns, where they are declared, and the rows."""
+def _open(origin: Path | str | pa.Table, form: Form, where: str) -> Opened:
+    def wanted(columns: Sequence[str]) -> list[str]:
+        return wanted_columns(columns, where=where, also=form.columns.values())
+
     if isinstance(origin, pa.Table):
-        names = _wanted(origin.column_names, where)
-        return origin.column_names, _batch_rows(origin.select(names).to_batches(max_chunksize=4096), names, where)
-    path = Path(origin)
-    try:
-        with path.open("rb") as file:
-            start = file.read(512)
-        if not start.startswith(b"PAR1"):
-            _refuse(start, where)
-            return None, _json_rows(path)
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{where} can't be read ({_line(error)}): check it, fetch or write it again.") from error
-    names = _wanted(file.schema_arrow.names, where)
-    return file.schema_arrow.names, _batch_rows(file.iter_batches(batch_size=4096, columns=names), names, where)
+        return open_table(origin, where=where, wanted=wanted)
+    return open_file(Path(origin), where=where, kind=form.file, wanted=wanted)
 
 
-def _wanted(columns: Sequence[str], where: str) -> list[str]:
-    names = [column for column in columns if column in KNOWN or column.startswith("rationale")]
-    twice = sorted(column for column, count in Counter(names).items() if count > 1)
-    if twice:
-        raise DataError(f"{where} has the column {twice[0]!r} twice: rename one.")
-    if not names:
-        raise _no_layout(columns, where)
-    return names
+def _renamed(columns: Sequence[str], form: Form, where: str) -> list[str]:
+    """Give the columns under our words; a column that takes the place of another hides it."""
+    for ours, theirs in form.columns.items():
+        if theirs not in columns:
+            found = ", ".join(ascii(column)[1:-1][:40] for column in columns[:20])
+            raise DataError(f"{where} has no column {theirs!r} to take as `{ours}`; it has {found}.")
+    hidden = {*form.columns.values(), *form.columns}
+    return [*form.columns, *(column for column in columns if column not in hidden)]
 
 
-def _refuse(start: bytes, where: str) -> None:
-    for magic, sentence in REFUSED:
-        if start.startswith(magic):
-            raise DataError(f"{where} {sentence}.")
-    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        raise DataError(f"{where} is a web page, not data: download the raw file.")
-
-
-def _json_rows(path: Path) -> Iterator[Row]:
-    """Read line by line; a line over the limit is skipped without holding it."""
-    with path.open("rb") as file:
-        number = -1
-        while line := file.readline(MAX_ROW + 1):
-            number += 1
-            if len(line) > MAX_ROW:
-                size = len(line)
-                while not line.endswith(b"\n") and (line := file.readline(MAX_ROW)):
-                    size += len(line)
-                yield number, BadRow(Reason.TOO_LARGE, f"{size} bytes, at most {MAX_ROW}")
-                continue
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
-            if line.strip():
-                yield number, _parse(line)
-
-
-def _parse(line: bytes) -> Mapping[str, object] | BadRow:
-    try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return BadRow(Reason.BAD_ENCODING, f"byte {error.start} is no UTF-8")
-    except RecursionError:
-        return BadRow(Reason.BAD_JSON, "nested too deeply")
-    except ValueError as error:
-        return BadRow(Reason.BAD_JSON, _line(error))
-    if not isinstance(value, dict):
-        return BadRow(Reason.BAD_TYPE, "the row is no object")
-    return value
-
-
-def _batch_rows(batches: Iterable[pa.RecordBatch], names: Sequence[str], where: str) -> Iterator[Row]:
-    start = 0
-    try:
-        for batch in batches:
-            columns = [_values(batch.column(name)) for name in names]
-            for offset, values in enumerate(zip(*columns, strict=True)):
-                yield start + offset, dict(zip(names, values, strict=True))
-            start += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{where} is damaged after row {start} ({_line(error)}): fetch or write it again.") from error
-
-
-def _values(column: pa.Array) -> list[object]:
-    """Make Python values of a column; a value that can't be made one becomes a BadRow of its own."""
-    try:
-        values: list[object] = column.to_pylist()
-        return values
-    except (ValueError, OverflowError, pa.ArrowException):
-        return [_value(scalar) for scalar in column]
-
-
-def _value(scalar: pa.Scalar) -> object:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError:
-        return BadRow(Reason.BAD_ENCODING, "")
-    except (ValueError, OverflowError, pa.ArrowException):
-        return BadRow(Reason.BAD_TYPE, "")
+def _rename(record: Mapping[str, object], form: Form) -> Mapping[str, object]:
+    if not form.columns:
+        return record
+    hidden = {*form.columns.values(), *form.columns}
+    rest = {name: value for name, value in record.items() if name not in hidden}
+    return rest | {ours: record.get(theirs) for ours, theirs in form.columns.items()}
 
 
 def _head(rows: Iterator[Row]) -> list[Row]:
@@ -189,48 +143,10 @@ def _head(rows: Iterator[Row]) -> list[Row]:
     return head
 
 
-def _argues(column: str, layout: Layout) -> bool:
+def _argues(column: str, shape: Shape) -> bool:
     """Find rationales, but not beside chosen and rejected: their letters can't mean the order that we choose."""
-    return layout is Layout.LABELLED and column.startswith("rationale") and column.isidentifier()
+    return bool(shape.labels) and column.startswith("rationale") and column.isidentifier()
 
 
-def _keys(head: Sequence[Row]) -> list[str]:
+def _keys(head: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(key for _, record in head if not isinstance(record, BadRow) for key in record))
-
-
-def _detect(columns: Sequence[str], records: Sequence[Mapping[str, object]], where: str) -> Layout:
-    """Choose the layout that more rows fill; columns that fit neither, or both equally, are refused."""
-    fits = {layout: _fit(layout, columns, records) for layout in Layout}
-    if all(fit is None for fit in fits.values()):
-        raise _no_layout(columns, where)
-    best = max(Layout, key=lambda layout: -1 if fits[layout] is None else fits[layout] or 0)
-    if fits[Layout.CHOSEN] == fits[Layout.LABELLED]:
-        raise DataError(
-            f"{where} has both chosen, rejected and response_a, response_b, label: remove the columns of one of them."
-        )
-    return best
-
-
-def _fit(layout: Layout, columns: Sequence[str], records: Sequence[Mapping[str, object]]) -> int | None:
-    """Count the rows that fill a layout; None where the columns don't allow it."""
-    needed = NEEDED[layout]
-    if layout is Layout.CHOSEN and any(isinstance(record.get("chosen"), list) for record in records):
-        needed = needed[1:]
-    if not set(needed) <= set(columns):
-        return None
-    return sum(all(record.get(column) is not None for column in needed) for record in records)
-
-
-def _no_layout(columns: Sequence[str], where: str) -> DataError:
-    if not columns:
-        return DataError(
-            f"{where} has no line with a JSON object: give Parquet or JSONL, one {{…}} a line, in UTF-8 "
-            "(`jq -c .[]` splits an array)."
-        )
-    found = ", ".join(ascii(column)[1:-1][:40] for column in columns[:20]) + (", …" if len(columns) > 20 else "")
-    wanted = " or ".join(", ".join(needed) for needed in NEEDED.values())
-    return DataError(f"{where} has the columns {found}; pairs need {wanted}: rename or add columns.")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(ascii(str(error))[1:-1].split())[:200]

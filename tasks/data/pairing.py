@@ -3,56 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import unicodedata
-from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
+
+from tasks.data.messages import Messages, optional
+from tasks.data.reasons import MAX_ROW, BadRow, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-MAX_ROW = 16 * 2**20  # bytes of a JSONL line, characters of a row's texts
-ROLES = frozenset({"system", "user", "assistant"})
-LABELS = {"a": "A", "b": "B"}
-TIES = frozenset({"tie", "tied", "draw", "equal", "same", "both", "neither"})
-
-Messages = tuple[tuple[str, str], ...]  # (role, content)
-
-
-class Reason(StrEnum):
-    """Say why a row of a source is no pair, or a pair is in no split."""
-
-    BAD_JSON = "bad_json"
-    BAD_ENCODING = "bad_encoding"  # not UTF-8, a lone surrogate or a null byte
-    BAD_TYPE = "bad_type"
-    BAD_LABEL = "bad_label"  # a text that is neither A, B nor a tie
-    MISSING_FIELD = "missing_field"
-    TOO_LARGE = "too_large"  # over MAX_ROW: no conversation
-    EMPTY_PROMPT = "empty_prompt"
-    EMPTY_RESPONSE = "empty_response"
-    IDENTICAL_RESPONSES = "identical_responses"  # but for spaces around them
-    DIVERGING_PROMPT = "diverging_prompt"  # the two responses answer different conversations
-    TIE = "tie"
-    DUPLICATE = "duplicate"  # the same pair, or its order-swapped twin, with the same winner
-    CONFLICTING_LABEL = "conflicting_label"  # the same pair, or its twin, with another winner: all of them are dropped
-    TOO_LONG = "too_long"  # over the token budget
-    CONTAMINATED = "contaminated"  # a training pair whose prompt is in dev, test or a suite
-
-
-class Layout(StrEnum):
-    """Name how a source says which response is better."""
-
-    CHOSEN = "chosen/rejected"
-    LABELLED = "response_a/response_b/label"
-
-
-class BadRow(Exception):
-    """Carry why a row is no pair, and what exactly was found."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+    from tasks.data.layouts import Shape
 
 
 class Entry(NamedTuple):
@@ -71,19 +32,18 @@ class Entry(NamedTuple):
     carried: tuple[str | None, ...]
 
 
-def clean(record: Mapping[str, object], layout: Layout, *, name: str, carried: Sequence[str] = ()) -> Entry:
+def clean(record: Mapping[str, object], shape: Shape, *, name: str, carried: Sequence[str] = ()) -> Entry:
     """Make a pair of a record; raise BadRow where it is none.
 
     Labelled responses stay as they are given. Of chosen and rejected, a digest of the content picks the one stored as
     response_a, so that gold is A about half the time and the position tells nothing.
     """
-    first, second = ("chosen", "rejected") if layout is Layout.CHOSEN else ("response_a", "response_b")
-    gold = "A" if layout is Layout.CHOSEN else _label(_field(record, "label"))
-    prompt, one, two = _conversation(record, first, second)
-    _refuse_empty(prompt, one, two, names=(first, second))
+    gold = shape.gold(record)
+    prompt, one, two = _conversation(record, shape)
+    _refuse_empty(prompt, one, two, names=shape.responses)
     twin = twin_key(prompt, one, two)
     low, high = sorted((one, two))
-    if layout is Layout.CHOSEN:
+    if not shape.labels:
         chosen = one
         one, two = (low, high) if int(twin[1], 16) % 2 else (high, low)
         gold = "A" if one == chosen else "B"
@@ -93,13 +53,17 @@ def clean(record: Mapping[str, object], layout: Layout, *, name: str, carried: S
         response_a=one,
         response_b=two,
         gold=gold,
-        group=_optional(record, "group") or prompt_key(prompt),
-        source=_optional(record, "source") or name,
-        subset=_optional(record, "subset") or name,
+        group=_group(record, shape) or prompt_key(prompt),
+        source=optional(record, "source") or name,
+        subset=optional(record, "subset") or name,
         twin=twin,
         low=(one if gold == "A" else two) == low,
-        carried=tuple(_optional(record, column) for column in carried),
+        carried=tuple(optional(record, column) for column in carried),
     )
+
+
+def _group(record: Mapping[str, object], shape: Shape) -> str | None:
+    return optional(record, "group") or (optional(record, shape.tree) if shape.tree else None)
 
 
 def pair_id(prompt: Messages, response_a: str, response_b: str) -> str:
@@ -132,9 +96,10 @@ def _name(prefix: str, text: str) -> str:
     return prefix + hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _conversation(record: Mapping[str, object], first: str, second: str) -> tuple[Messages, str, str]:
+def _conversation(record: Mapping[str, object], shape: Shape) -> tuple[Messages, str, str]:
     """Part the messages into the prompt and the two last turns."""
-    one, two = (_turns(_field(record, name), name, "assistant") for name in (first, second))
+    first, second = shape.responses
+    given, one, two = shape.sides(record)
     for turns, name in ((one, first), (two, second)):
         if not turns:
             raise BadRow(Reason.EMPTY_RESPONSE, f"{name} has no messages")
@@ -148,7 +113,8 @@ def _conversation(record: Mapping[str, object], first: str, second: str) -> tupl
     for turns, name in ((one, first), (two, second)):
         if turns[-1][0] != "assistant":
             raise BadRow(Reason.BAD_TYPE, f"{name} ends with a message of the {turns[-1][0]}")
-    given = None if shared and record.get("prompt") is None else _turns(_field(record, "prompt"), "prompt", "user")
+    if given is None and not shared:
+        raise BadRow(Reason.MISSING_FIELD, shape.prompt[0] if shape.prompt else "prompt")
     return _reconcile(given, one[:shared]), one[-1][1], two[-1][1]
 
 
@@ -179,71 +145,3 @@ def _refuse_empty(prompt: Messages, one: str, two: str, *, names: tuple[str, str
     size = sum(len(content) for _, content in prompt) + len(one) + len(two)
     if size > MAX_ROW:
         raise BadRow(Reason.TOO_LARGE, f"{size} characters, at most {MAX_ROW}")
-
-
-def _field(record: Mapping[str, object], name: str) -> object:
-    value = record.get(name)
-    if value is None:
-        raise BadRow(Reason.MISSING_FIELD, name)
-    if isinstance(value, BadRow):
-        raise BadRow(value.reason, name)
-    return value
-
-
-def _optional(record: Mapping[str, object], name: str) -> str | None:
-    value = record.get(name)
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return None
-    if isinstance(value, int | float):
-        return str(value)
-    return _text(_field(record, name), name) or None
-
-
-def _label(value: object) -> str:
-    word = _text(value, "label").strip().casefold()
-    if word in TIES:
-        raise BadRow(Reason.TIE, f"label {word}")
-    if word not in LABELS:
-        raise BadRow(Reason.BAD_LABEL, f"label {ascii(word)[:60]}; A, B or tie is wanted")
-    return LABELS[word]
-
-
-def _turns(value: object, name: str, role: str) -> Messages:
-    """Read a text (a single message of `role`) or a list of {role, content}."""
-    if isinstance(value, str | bytes):
-        return ((role, _text(value, name)),)
-    if not isinstance(value, list):
-        raise BadRow(Reason.BAD_TYPE, f"{name} is {_kind(value)}; a text or a list of messages is wanted")
-    return tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
-
-
-def _message(item: object, name: str) -> tuple[str, str]:
-    if not isinstance(item, dict):
-        raise BadRow(Reason.BAD_TYPE, f"{name} is {_kind(item)}; an object with role and content is wanted")
-    role, content = _text(item.get("role"), name + ".role"), _text(item.get("content"), name + ".content")
-    if role not in ROLES:
-        raise BadRow(Reason.BAD_TYPE, f"{name}.role is {ascii(role)[:60]}; {', '.join(sorted(ROLES))} are known")
-    return role, content
-
-
-def _text(value: object, name: str) -> str:
-    if value is None:
-        raise BadRow(Reason.MISSING_FIELD, name)
-    if not isinstance(value, str | bytes):
-        raise BadRow(Reason.BAD_TYPE, f"{name} is {_kind(value)}; a text is wanted")
-    try:
-        text = value.decode() if isinstance(value, bytes) else value
-        if not text.isascii():
-            text.encode()
-    except UnicodeError:
-        raise BadRow(Reason.BAD_ENCODING, f"{name} is no valid UTF-8") from None
-    if "\0" in text:
-        raise BadRow(Reason.BAD_ENCODING, f"{name} has a null byte")
-    return text
-
-
-def _kind(value: object) -> str:
-    words = {"list": "a list", "dict": "an object", "NoneType": "null", "bool": "a truth value", "tuple": "a map"}
-    return words.get(
-        type(value).__name__, "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
-    )

@@ -12,12 +12,13 @@ import pyarrow.compute as pc
 
 from storage.errors import DataError
 from storage.schema import SCHEMAS, Split
-from tasks.data.pairing import BadRow, Entry, Layout, Reason, prompt_key, twin_key
+from tasks.data.pairing import Entry, prompt_key, twin_key
+from tasks.data.reasons import BadRow, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tasks.data.pairing import Messages
+    from tasks.data.messages import Messages
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def make_reading(
     bad: Sequence[tuple[int, BadRow]],
     *,
     carried: Sequence[str],
-    layout: Layout,
+    layout: str,
 ) -> Reading:
     """Make the tables of (row, pair) and (row, why it is none); drop duplicates and contradictions."""
     pairs = [entry for _, entry in entries]
@@ -93,7 +94,7 @@ def make_reading(
         {"twin": [entry.twin for entry in pairs], "low": [entry.low for entry in pairs]},
         schema={"twin": pl.String, "low": pl.Boolean},
     )
-    reading = Reading(_pairs(pairs), ledger.to_arrow().cast(SCHEMAS["splits"]), _extras(pairs, carried), layout.value)
+    reading = Reading(_pairs(pairs), ledger.to_arrow().cast(SCHEMAS["splits"]), _extras(pairs, carried), layout)
     return _drop_twins(reading, twins)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from configs.run import key_part
 from storage.digest import digest_json
 from storage.schema import MESSAGE, MESSAGES, Order
 from tasks.judge.draw import hash_bits
@@ -126,5 +125,7 @@ def _messages(roles: pa.Array, contents: pa.Array, ends: Sequence[int]) -> pa.Ar
 
 def prompt_digest(config: PromptConfig) -> str:
     """Name a wording by its content and by the version of this module, for step keys."""
+    from configs.run import key_part  # here: who only looks into data needs no description of a run
+
     part: dict[str, Any] = {"version": VERSION, "prompt": key_part(config)}
     return digest_json(part)
