@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from configs.run import EngineKind, Method, RunConfig, Source
+from configs.run import LORA_MIN_LEARNING_RATE, EngineKind, Method, RunConfig, Source
 
 PLACEHOLDERS = ("prompt", "response_a", "response_b")
 VERDICTS = ("[[A]]", "[[B]]")
-LORA_MIN_LEARNING_RATE = 1e-5
 VLLM_MAX_LORA_RANK = 512
 PACKAGE = "package:"
 RESERVED = {"dev", "test", "bootstrap", "dropped"}
@@ -238,6 +237,12 @@ def _selection(config: RunConfig) -> Found:
     if config.sample.n < 2:
         text = f"{config.sample.n} can't give a right and a wrong rationale, and star-dpo needs both; set 2 or more"
         yield "sample.n method", text
+    if select.keep_per_pair not in (None, 1):
+        yield (
+            "select.keep_per_pair method",
+            f"{select.keep_per_pair} means nothing to star-dpo, which pairs right with wrong rationales; "
+            "set pairs.max_per_pair",
+        )
     if select.min_right == 1:
         yield "select.min_right method", "1 keeps only pairs without a wrong rationale, star-dpo needs one; lower it"
 
@@ -256,7 +261,8 @@ def _training(config: RunConfig) -> Found:
         if train.lora and rate < LORA_MIN_LEARNING_RATE:
             yield (
                 f"{key} train.lora",
-                f"{rate:g} hardly moves a LoRA adapter; set 1e-5 or more (1e-4 is usual), or `train.lora: null`",
+                f"{rate:g} hardly moves a LoRA adapter; set {LORA_MIN_LEARNING_RATE:g} or more (1e-4 is usual), "
+                "or `train.lora: null`",
             )
     if train.reference == "previous" and config.method is not Method.STAR_DPO:
         yield (

@@ -194,6 +194,9 @@ class PairsConfig(Section):
     )
 
 
+LORA_MIN_LEARNING_RATE = 1e-5  # below it an adapter, whose B starts at zero, stays at its start
+
+
 class LoraConfig(Section):
     """Train an adapter instead of all weights."""
 
