@@ -186,7 +186,7 @@ def _prompt(config: RunConfig) -> Found:
                 "holds a verdict, which is added from the key `verdict`; take it out",
             )
     told = all(verdict in system + prompt.user for verdict in VERDICTS) or prompt.few_shot or config.bootstrap
-    if not told and config.engine.kind is EngineKind.VLLM:
+    if not told and config.method is not Method.GENRM and config.engine.kind is EngineKind.VLLM:
         yield (
             "prompt.user",
             "nothing tells the judge to end with [[A]] or [[B]]; say it, or give prompt.few_shot or a bootstrap",
@@ -232,6 +232,8 @@ def _selection(config: RunConfig) -> Found:
         )
     if select.max_right == 0:
         yield "select.max_right", "0 keeps only pairs without a right answer, which yield no row; raise it"
+    if config.method is Method.GENRM:
+        yield from _unselected(config)
     if config.method is not Method.STAR_DPO:
         return
     if config.sample.n < 2:
@@ -245,6 +247,18 @@ def _selection(config: RunConfig) -> Found:
         )
     if select.min_right == 1:
         yield "select.min_right method", "1 keeps only pairs without a wrong rationale, star-dpo needs one; lower it"
+
+
+def _unselected(config: RunConfig) -> Found:
+    """Find what asks genrm, which trains on every pair and writes nothing, to choose or to parse."""
+    neutral = {"keep_per_pair": (None, 1), "min_right": (0,), "max_right": (1,), "balance": (False,)}
+    for name, values in neutral.items():
+        if (value := getattr(config.select, name)) not in values:
+            text = f"`{str(value).lower()}` means nothing to genrm, which trains on every pair; take it out"
+            yield f"select.{name} method", text
+    if config.gate.min_parse_rate > 0:
+        text = f"{config.gate.min_parse_rate:g} means nothing to genrm, which writes no verdict to parse; set 0"
+        yield "gate.min_parse_rate method", text
 
 
 def _training(config: RunConfig) -> Found:

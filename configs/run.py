@@ -106,7 +106,7 @@ class FewShot(Section):
 
 
 class BootstrapConfig(Section):
-    """Warm-start on rationales of another source (the paper's bootstrapped rationales, Table 1)."""
+    """Warm-start on rationales of another source (the paper's Table 1); genrm takes their pairs' verdicts alone."""
 
     rationales: Annotated[str, NotInKey("the digest of its content is an input")] = Field(
         description="`generator` (the synthetic source writes them) or a Parquet/JSONL file"
@@ -153,7 +153,7 @@ class SampleOrder(StrEnum):
 
 
 class SampleConfig(Section):
-    """Draw rationales from the latest checkpoint."""
+    """Draw rationales from the latest checkpoint; genrm draws none, but shows its pairs in `order`."""
 
     n: int = Field(1, ge=1, le=256)
     temperature: float = Field(1.0, ge=0)
@@ -169,10 +169,11 @@ class Method(StrEnum):
 
     STAR_SFT = "star-sft"
     STAR_DPO = "star-dpo"
+    GENRM = "genrm"  # the verdict alone, without reasons; read by its letters
 
 
 class SelectConfig(Section):
-    """Choose among the judgments."""
+    """Choose among the judgments (genrm has none)."""
 
     keep_per_pair: int | None = Field(
         1, ge=1, description="right rationales kept a pair and order (SFT); null keeps all"
@@ -233,7 +234,7 @@ class TrainConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluate every checkpoint in both orders."""
+    """Evaluate every checkpoint in both orders; genrm is read by its letters alone, without votes."""
 
     votes: int = Field(8, ge=1, le=256, description="completions a pair and order on test and suites")
     dev_votes: int = Field(8, ge=1, le=256)

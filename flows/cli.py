@@ -262,20 +262,19 @@ def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
         click.echo(f"{run_id}: no checkpoint is evaluated yet")
         return
     print_table(list(rows[0]), [list(one.values()) for one in rows], title=f"{run_id}: % with 95 % intervals")
-    print_table(
-        ("iteration", "completions", "selected", "yield", "training rows", "dropped"),
-        [
-            (
-                one.iteration,
-                one.completions,
-                one.selected,
-                f"{100 * one.selected / max(one.completions, 1):.0f} %",
-                one.rows,
-                ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
-            )
-            for one in report.yields
-        ],
-    )
+    yields = [
+        (
+            one.iteration,
+            one.completions,
+            one.selected,
+            f"{100 * one.selected / max(one.completions, 1):.0f} %",
+            one.rows,
+            ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
+        )
+        for one in report.yields
+    ]
+    if yields:
+        print_table(("iteration", "completions", "selected", "yield", "training rows", "dropped"), yields)
     for one in report.compared:
         against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
         click.echo(

@@ -35,10 +35,11 @@ _ID = [*BY_ORDER, "sample", "hinted"]
 def sft_rows(selected: pa.Table, completions: pa.Table, pairs: pa.Table, prompt_config: PromptConfig) -> pa.Table:
     """Make one `sft` row of every selected judgment, sorted by its id."""
     rows = frames.frame(selected.select(list(JUDGMENT_ID)))
-    return _sft(_with_texts(rows, completions).sort(JUDGMENT_ID), pairs, prompt_config)
+    return sft_table(_with_texts(rows, completions).sort(JUDGMENT_ID), pairs, prompt_config)
 
 
-def _sft(rows: pl.DataFrame, pairs: pa.Table, config: PromptConfig) -> pa.Table:
+def sft_table(rows: pl.DataFrame, pairs: pa.Table, config: PromptConfig) -> pa.Table:
+    """Make `sft` rows of judgment ids and their texts."""
     columns = dict(zip(JUDGMENT_ID, frames.plain(rows.select(JUDGMENT_ID)).columns, strict=True))
     columns |= {"prompt": _prompts(rows, pairs, config), "completion": _turns(rows["text"])}
     return pa.table(columns).cast(SCHEMAS["sft"])
@@ -193,7 +194,7 @@ def rationale_rows(
     dropped = pl.concat(
         [rows["reason"].drop_nulls(), statuses.filter(statuses != Status.CORRECT.value).alias("reason")]
     )
-    return _sft(right, pairs, prompt_config), count_reasons(dropped)
+    return sft_table(right, pairs, prompt_config), count_reasons(dropped)
 
 
 def _as_completions(rationales: pa.Table) -> pl.DataFrame:

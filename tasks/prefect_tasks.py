@@ -69,6 +69,10 @@ class PrefectRun(Run):
             iteration, data, samples, selected=selected, earlier=earlier
         )
 
+    def indicators(self, iteration: int, data: Manifest, *, earlier: Manifest | None) -> Manifest:
+        """Build the training rows of the verdicts alone."""
+        return self._task(f"indicators {iteration}", super().indicators)(iteration, data, earlier=earlier)
+
     def train(self, iteration: int, rows: Manifest, base: Model, previous: Model) -> Checkpoint:
         """Train a checkpoint."""
         return self._task(f"train {iteration}", super().train)(iteration, rows, base, previous)

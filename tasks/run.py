@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig
 from storage.errors import StepFailedError
-from tasks import bootstrap, models, pairs, select, split, train
+from tasks import bootstrap, indicators, models, pairs, select, split, train
 from tasks.jobs.entry import JobSpec
 from tasks.jobs.session import Session, SessionPlan, SessionResult
 from tasks.models import Model
@@ -78,6 +78,8 @@ class Run:
 
     def bootstrap(self, data: Manifest) -> Manifest:
         """Build the warm start's rows."""
+        if self.config.method is Method.GENRM:
+            return self.indicators(0, data, earlier=None)
         step = bootstrap.bootstrap_step(self.config, data)
         return self._here(step, lambda: bootstrap.make_bootstrap(self._context, data), iteration=0)
 
@@ -124,6 +126,15 @@ class Run:
         return self._here(
             step,
             lambda: pairs.make_rows(self._context, data, samples, selected=selected, earlier=earlier),
+            iteration=iteration,
+        )
+
+    def indicators(self, iteration: int, data: Manifest, *, earlier: Manifest | None) -> Manifest:
+        """Build this iteration's training rows of the pairs' verdicts alone."""
+        step = indicators.indicators_step(self.config, iteration, data, earlier=earlier)
+        return self._here(
+            step,
+            lambda: indicators.make_indicators(self._context, iteration, data, earlier=earlier),
             iteration=iteration,
         )
 

@@ -46,6 +46,7 @@ STEPS = {
     f"tasks.{name}"
     for name in (
         "bootstrap",
+        "indicators",
         "sample",
         "evaluate",
         "parity",
@@ -62,6 +63,8 @@ STEPS = {
 SHARED = {
     ("tasks.bootstrap", "tasks.pairs"),
     ("tasks.bootstrap", "tasks.split"),
+    ("tasks.indicators", "tasks.pairs"),
+    ("tasks.indicators", "tasks.split"),
     ("tasks.evaluate", "tasks.sample"),
     *((step, "tasks.models") for step in STEPS - {"tasks.models"}),
 }

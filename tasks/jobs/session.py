@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from configs.run import Method
 from storage.errors import StepFailedError
 from storage.schema import part
 from tasks import evaluate, gate, parity, sample, score, split
@@ -69,10 +70,14 @@ class SessionPlan:
 
 @dataclass(frozen=True)
 class SessionResult:
-    """Hold what a session committed: dev score (None without dev pairs) and samples (None where none were asked)."""
+    """Hold what a session committed: dev score (None without dev pairs), samples (None where none were asked).
+
+    `goes_on` is what the gate decided.
+    """
 
     dev: Manifest | None
     samples: Manifest | None
+    goes_on: bool = True
 
 
 class Session:
@@ -127,18 +132,18 @@ class Session:
 
     def _run(self) -> SessionResult:
         self._check_parity()
-        dev = self._evaluate("judge", "dev", self.config.evaluate.dev_votes) if self._split.size("dev") else []
+        dev = self._evaluate("judge", "dev") if self._split.size("dev") else []
         later = self._ask_suites()
         self._finish(dev)
         dev_score = self._score("judge", "dev", dev) if dev else None
         decision = self._gate(dev_score)
-        samples = None
-        if self.plan.sample and decision.facts["decision"] == "go":
+        samples, goes_on = None, decision.facts["decision"] == "go"
+        if self.plan.sample and goes_on and self.config.method is not Method.GENRM:
             asked = self._sample()
             self._finish([asked])
             samples = asked.manifest
         self._score_suites(later)
-        return SessionResult(dev_score, samples)
+        return SessionResult(dev_score, samples, goes_on)
 
     def _run_baseline(self, later: Mapping[tuple[str, str], list[Asked]]) -> SessionResult:
         """Evaluate the untrained base, which is neither gated nor sampled."""
@@ -146,10 +151,7 @@ class Session:
         return SessionResult(None, None)
 
     def _ask_suites(self) -> dict[tuple[str, str], list[Asked]]:
-        votes = self.config.evaluate.votes
-        return {
-            (role, suite): self._evaluate(role, suite, votes) for role in self._models for suite in self._split.suites
-        }
+        return {(role, suite): self._evaluate(role, suite) for role in self._models for suite in self._split.suites}
 
     def _score_suites(self, later: Mapping[tuple[str, str], list[Asked]]) -> None:
         for evaluated in later.values():
@@ -174,14 +176,14 @@ class Session:
         made = parity.check_parity(probes, self.engine, model)
         return {**made, "facts": {**made["facts"], **self._facts}}
 
-    def _evaluate(self, role: str, suite: str, votes: int) -> list[Asked]:
+    def _evaluate(self, role: str, suite: str) -> list[Asked]:
         pairs, digest, model = self._split.pairs(suite), self._split.digest(suite), self._models[role]
         return [
             self._ask(
                 _labelled(evaluate.evaluate_step(self.config, digest, model, block), role, str(block)),
                 partial(evaluate.evaluate_questions, self.config, pairs, model, block),
             )
-            for block in evaluate.blocks(suite, votes)
+            for block in evaluate.blocks(self.config, suite)
         ]
 
     def _sample(self) -> Asked:
@@ -250,11 +252,13 @@ class Session:
 
     def _score(self, role: str, suite: str, asked: Sequence[Asked]) -> Manifest:
         evaluated = [one.committed for one in asked]
-        step = _labelled(score.score_step(evaluated, self._split.manifest, suite), role, suite)
+        artifact = evaluate.artifact(self.config)
+        make = score.make_score if artifact == "completions" else score.make_choice_score
+        step = _labelled(score.score_step(evaluated, self._split.manifest, suite, artifact=artifact), role, suite)
 
         def compute() -> dict[str, Any]:
-            tables = [self.context.store.read(one.artifacts["completions"]) for one in evaluated]
-            return score.make_score(pa.concat_tables(tables), self._split.pairs(suite), suite)
+            tables = [self.context.store.read(one.artifacts[artifact]) for one in evaluated]
+            return make(pa.concat_tables(tables), self._split.pairs(suite), suite)
 
         return self.context.ensure(step, compute, iteration=self.plan.checkpoint)
 
