@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from configs.run import LORA_MIN_LEARNING_RATE, EngineKind, Method, RunConfig, Source
+from configs.run import LORA_MIN_LEARNING_RATE, EngineKind, Method, RationalizeConfig, RunConfig, Source
 
 PLACEHOLDERS = ("prompt", "response_a", "response_b")
 VERDICTS = ("[[A]]", "[[B]]")
@@ -54,7 +54,18 @@ def check(config: RunConfig) -> list[str]:
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Give every contradiction with the keys it is between."""
     found: list[Conflict] = []
-    for part in (_model, _sources, _split, _prompt, _engine, _sampling, _selection, _training, _evaluation):
+    for part in (
+        _model,
+        _sources,
+        _split,
+        _prompt,
+        _engine,
+        _sampling,
+        _rationalizing,
+        _selection,
+        _training,
+        _evaluation,
+    ):
         found += [Conflict(tuple(keys.split()), text) for keys, text in part(config)]
     return found
 
@@ -223,6 +234,38 @@ def _sampling(config: RunConfig) -> Found:
             yield f"sample.stop.{index}", f"`{stop}` cuts the verdict itself off; choose a text that cannot begin one"
 
 
+def _rationalizing(config: RunConfig) -> Found:
+    asked, method = config.rationalize, config.method
+    names = re.findall(r"\{(\w*)\}", asked.hint)
+    if "verdict" not in names:
+        yield "rationalize.hint", "lacks {verdict}, the letter that it is to show; write it"
+    if unknown := [name for name in names if name != "verdict"]:
+        yield "rationalize.hint", f"has the unknown placeholder {{{unknown[0]}}}; there is {{verdict}}"
+    sampled = method in (Method.STAR_SFT, Method.STAR_DPO)
+    if asked.failures and not sampled:
+        why = "asks with the answer shown for every pair" if method is Method.STAR_RATIONALIZER else "samples nothing"
+        yield "rationalize.failures method", f"there are no failures to ask again for, since {method} {why}; set false"
+    if asked.failures and method is Method.STAR_DPO and not asked.off_policy_chosen:
+        yield (
+            "rationalize.failures rationalize.off_policy_chosen",
+            "star-dpo can use a hinted completion as the chosen side alone, which is off-policy; "
+            "set rationalize.off_policy_chosen to true as well, or this to false",
+        )
+    if asked.off_policy_chosen and not (asked.failures and method is Method.STAR_DPO):
+        yield (
+            "rationalize.off_policy_chosen rationalize.failures method",
+            "needs method star-dpo and rationalize.failures; set them, or this to false",
+        )
+    if asked.failures and config.select.min_right > 0:
+        yield (
+            "select.min_right rationalize.failures",
+            f"{config.select.min_right:g} drops every pair that failed, so asking again yields nothing; set one to 0",
+        )
+    for name in ("n", "max_share"):
+        if not asked.failures and getattr(asked, name) != RationalizeConfig.model_fields[name].default:
+            yield f"rationalize.{name} rationalize.failures", "is of no use without rationalize.failures; set that too"
+
+
 def _selection(config: RunConfig) -> Found:
     select = config.select
     if select.min_right > select.max_right:
@@ -234,6 +277,11 @@ def _selection(config: RunConfig) -> Found:
         yield "select.max_right", "0 keeps only pairs without a right answer, which yield no row; raise it"
     if config.method is Method.GENRM:
         yield from _unselected(config)
+    if config.method is Method.STAR_RATIONALIZER:
+        for name, neutral in (("min_right", 0), ("max_right", 1)):
+            if (share := getattr(select, name)) != neutral:
+                text = f"{share:g} is a share of unhinted samples, and star-rationalizer has none; set {neutral}"
+                yield f"select.{name} method", text
     if config.method is not Method.STAR_DPO:
         return
     if config.sample.n < 2:

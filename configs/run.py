@@ -169,7 +169,30 @@ class Method(StrEnum):
 
     STAR_SFT = "star-sft"
     STAR_DPO = "star-dpo"
+    STAR_RATIONALIZER = "star-rationalizer"  # rationales of a judge that was shown the answer
     GENRM = "genrm"  # the verdict alone, without reasons; read by its letters
+
+
+class RationalizeConfig(Section):
+    """Show the judge the answer and ask it for the reasons (star-rationalizer: of every pair).
+
+    What it writes is judged like any other rationale and trained under the judge's own prompt, without the hint.
+    """
+
+    failures: bool = Field(
+        False, description="star-sft, star-dpo: ask so for the pairs of an iteration that no completion got right"
+    )
+    n: int = Field(1, ge=1, le=256, description="hinted completions of a failed pair and order")
+    max_share: float = Field(
+        0.2, gt=0, lt=1, description="failures: greatest share of an iteration's rows that hinted completions may have"
+    )
+    off_policy_chosen: Annotated[bool, NotInKey("consents to what failures means for star-dpo, refused without")] = (
+        Field(False, description="star-dpo: let a hinted completion be the chosen side where no sample is right")
+    )
+    hint: str = Field(
+        "Explain why response {verdict} is better. End with [[{verdict}]].",
+        description="stands behind the judge's question; {verdict} is the letter of the better response as shown",
+    )
 
 
 class SelectConfig(Section):
@@ -268,6 +291,7 @@ class RunConfig(Section):
     bootstrap: BootstrapConfig | None = None
     engine: EngineConfig = EngineConfig()
     sample: SampleConfig = SampleConfig()
+    rationalize: RationalizeConfig = RationalizeConfig()
     select: SelectConfig = SelectConfig()
     pairs: PairsConfig = PairsConfig()
     train: TrainConfig = TrainConfig()

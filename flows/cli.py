@@ -269,12 +269,13 @@ def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
             one.selected,
             f"{100 * one.selected / max(one.completions, 1):.0f} %",
             one.rows,
+            one.hinted,
             ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
         )
         for one in report.yields
     ]
     if yields:
-        print_table(("iteration", "completions", "selected", "yield", "training rows", "dropped"), yields)
+        print_table(("iteration", "completions", "selected", "yield", "training rows", "hinted", "dropped"), yields)
     for one in report.compared:
         against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
         click.echo(

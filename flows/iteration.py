@@ -35,9 +35,8 @@ def training_rows(run: Run, i: int, data: Manifest, session: SessionResult, earl
     if run.config.method is Method.GENRM:  # no chain of thought: the pairs and their verdicts alone
         return run.indicators(i, data, earlier=earlier)
     # Rationales that reach the known verdict are kept, and the next judge is trained on them.
-    assert session.samples is not None, "a session that goes on has sampled"
-    selected = run.select(i, data, session.samples)
-    return run.pairs(i, data, session.samples, selected=selected, earlier=earlier)
+    selected = run.select(i, data, session.completions)
+    return run.pairs(i, data, session.completions, selected=selected, earlier=earlier)
 
 
 def warm_start(run: Run, base: Model, data: Manifest) -> tuple[Checkpoint, Manifest | None]:

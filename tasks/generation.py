@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from storage.schema import SCHEMAS
 from tasks.engines.base import Engine, Request, Response, Sampling, Text, prob_a
-from tasks.judge import prompts
+from tasks.judge import hints, prompts
 from tasks.judge.verdict import rationale_end
 from tasks.step import Context, Event, Step, software
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
     from storage.manifest import Manifest
+    from storage.store import Store
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Questions:
     """Hold what is asked: rows of `pairs` sorted by id, the orders each is shown in, how completions are drawn.
 
     `forced_choice` reads P(A) against P(B) after `[[`, following each completion's own rationale. Without `sampling`
-    nothing is written: P(A) against P(B) is read right behind the prompt and `[[`.
+    nothing is written: P(A) against P(B) is read right behind the prompt and `[[`. A `hint` shows the answer.
     """
 
     pairs: pa.Table
@@ -36,6 +37,7 @@ class Questions:
     forced_choice: bool
     shard_pairs: int
     first_sample: int = 0
+    hint: str | None = None
 
     @property
     def draws(self) -> int:
@@ -102,7 +104,11 @@ class Generation:
     def _messages(self, row: Mapping[str, Any], order: str) -> list[dict[str, str]]:
         shown = (row["response_a"], row["response_b"])
         wording = prompts.worded(self._context.config)
-        return prompts.judge_messages(wording, row["prompt"], *(shown if order == "ab" else shown[::-1]))
+        messages = prompts.judge_messages(wording, row["prompt"], *(shown if order == "ab" else shown[::-1]))
+        if self._questions.hint is None:
+            return messages
+        gold = row["gold"] if order == "ab" else {"A": "B", "B": "A"}[row["gold"]]
+        return hints.hinted(messages, self._questions.hint, gold)
 
     def accept(self, response: Response, pool: ThreadPoolExecutor) -> list[Request]:
         """Take an answer; give the requests that follow from it (the forced choice after each rationale)."""
@@ -157,7 +163,7 @@ class Generation:
             "checkpoint": self._questions.model,
             "order": order,
             "sample": sample,
-            "hinted": False,
+            "hinted": self._questions.hint is not None,
             "text": text.text,
             "finish_reason": text.finish_reason,
             "n_tokens": text.n_tokens,
@@ -236,6 +242,17 @@ class Generation:
             shards=records,
         )
         return self._context.done(self.step, manifest, reused=False, iteration=self.iteration)
+
+
+def digests(completions: Sequence[Manifest]) -> dict[str, str | None]:
+    """Name an iteration's completions as inputs: the samples, beside them those written with the answer shown."""
+    names = ("completions", "hinted")
+    return {name: one.artifact("completions").digest for name, one in zip(names, completions, strict=False)}
+
+
+def read_all(store: Store, completions: Sequence[Manifest]) -> pa.Table:
+    """Read an iteration's completions."""
+    return pa.concat_tables([store.read(one.artifact("completions")) for one in completions])
 
 
 def forced_choice_prefix(text: str) -> str:

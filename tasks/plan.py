@@ -91,7 +91,10 @@ def _rows_of_iteration(config: RunConfig, pairs: int | None) -> Iterator[tuple[s
     if config.method is Method.GENRM:
         yield "indicators", asked
         return
-    yield "sample", asked * config.sample.n if asked is not None else None
+    written = asked * config.sample.n if asked is not None else None
+    yield "rationalize" if config.method is Method.STAR_RATIONALIZER else "sample", written
+    if config.rationalize.failures:
+        yield "rationalize", None
     yield "select", None
     yield "pairs", None
 

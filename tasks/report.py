@@ -39,12 +39,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class Yield:
-    """Count what an iteration kept: completions judged, rows selected, training rows, loss tokens."""
+    """Count what an iteration kept: completions judged, rows selected, training rows, those of hinted completions."""
 
     iteration: int
     completions: int
     selected: int
     rows: int
+    hinted: int
     dropped: Mapping[str, int]
 
 
@@ -106,7 +107,8 @@ def _yields(store: Store, history: History) -> list[Yield]:
         if manifest is not None and rows is not None:
             trained = next(iter(rows.artifacts.values())).rows
             counts = manifest.counts
-            yields.append(Yield(used.iteration, counts["in"], counts["kept"], trained, counts["dropped"]))
+            hinted = rows.facts.get("hinted", 0)
+            yields.append(Yield(used.iteration, counts["in"], counts["kept"], trained, hinted, counts["dropped"]))
     return yields
 
 
@@ -129,7 +131,7 @@ def _engine_starts(store: Store, history: History) -> int:
     """Count the engine processes that computed this run's steps, from their manifests."""
     starts = set()
     for used in history.used:
-        if used.step in {"parity", "evaluate", "sample"} and not used.reused:
+        if used.step in {"parity", "evaluate", "sample", "rationalize"} and not used.reused:
             manifest = manifest_of(store, used)
             if manifest is not None and "engine" in manifest.facts:
                 starts.add(manifest.facts["engine"]["start"])

@@ -16,7 +16,7 @@ from tasks.models import Model
 from tasks.step import Context, DryContext, Event, NotCommittedError, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from storage.manifest import Manifest
     from storage.runlog import RunLog
@@ -113,19 +113,25 @@ class Run:
     def _committed_session(self, plan: SessionPlan) -> SessionResult:
         return Session(self._context, plan, start_engine=None).run()
 
-    def select(self, iteration: int, data: Manifest, samples: Manifest) -> Manifest:
+    def select(self, iteration: int, data: Manifest, completions: Sequence[Manifest]) -> Manifest:
         """Judge the completions and keep what may be trained on."""
-        step = select.select_step(self.config, data, samples)
-        return self._here(step, lambda: select.make_selection(self._context, data, samples), iteration=iteration)
+        step = select.select_step(self.config, data, completions)
+        return self._here(step, lambda: select.make_selection(self._context, data, completions), iteration=iteration)
 
     def pairs(
-        self, iteration: int, data: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+        self,
+        iteration: int,
+        data: Manifest,
+        completions: Sequence[Manifest],
+        *,
+        selected: Manifest,
+        earlier: Manifest | None,
     ) -> Manifest:
         """Build this iteration's training rows; `earlier` rows are kept where pairs.data is cumulative."""
-        step = pairs.pairs_step(self.config, data, samples, selected=selected, earlier=earlier)
+        step = pairs.pairs_step(self.config, data, completions, selected=selected, earlier=earlier)
         return self._here(
             step,
-            lambda: pairs.make_rows(self._context, data, samples, selected=selected, earlier=earlier),
+            lambda: pairs.make_rows(self._context, data, completions, selected=selected, earlier=earlier),
             iteration=iteration,
         )
 

@@ -30,6 +30,12 @@ def generation_parts(config: RunConfig) -> dict[str, object]:
     }
 
 
+def sampling(config: RunConfig, draws: int) -> Sampling:
+    """Say how completions for training are drawn."""
+    sample = config.sample
+    return Sampling(draws, sample.temperature, sample.top_p, sample.max_tokens, sample.stop)
+
+
 def sample_step(config: RunConfig, pairs: str, model: Model) -> Step:
     """Name the step; `pairs` is the digest of the part's pair ids, which name their content."""
     parts = {**generation_parts(config), "sample": key_part(config.sample)}
@@ -42,7 +48,7 @@ def sample_questions(config: RunConfig, pairs: pa.Table, model: Model) -> Questi
     return Questions(
         pairs=pairs,
         orders=prompts.orders(sample.order, config.seed, pairs.column("pair_id").to_pylist()),
-        sampling=Sampling(sample.n, sample.temperature, sample.top_p, sample.max_tokens, sample.stop),
+        sampling=sampling(config, sample.n),
         model=model.digest,
         forced_choice=False,
         shard_pairs=sample.shard_pairs,

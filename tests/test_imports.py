@@ -48,6 +48,7 @@ STEPS = {
         "bootstrap",
         "indicators",
         "sample",
+        "rationalize",
         "evaluate",
         "parity",
         "score",
@@ -66,6 +67,7 @@ SHARED = {
     ("tasks.indicators", "tasks.pairs"),
     ("tasks.indicators", "tasks.split"),
     ("tasks.evaluate", "tasks.sample"),
+    ("tasks.rationalize", "tasks.sample"),
     *((step, "tasks.models") for step in STEPS - {"tasks.models"}),
 }
 # What walks all steps: nothing below it may import it.

@@ -1,4 +1,4 @@
-"""Run one engine session: parity · evaluate dev · gate · sample, while test and suites fill the queue."""
+"""Run one engine session: parity · evaluate dev · gate · sample · rationalize, while test and suites fill the queue."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pyarrow as pa
 from configs.run import Method
 from storage.errors import StepFailedError
 from storage.schema import part
-from tasks import evaluate, gate, parity, sample, score, split
+from tasks import evaluate, gate, parity, rationalize, sample, score, split
 from tasks.generation import Generation, Questions
 from tasks.models import Model
 from tasks.step import Context, NotCommittedError, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from storage.manifest import Manifest
     from tasks.engines.base import Engine
@@ -70,13 +70,14 @@ class SessionPlan:
 
 @dataclass(frozen=True)
 class SessionResult:
-    """Hold what a session committed: dev score (None without dev pairs), samples (None where none were asked).
+    """Hold what a session committed: dev score (None without dev pairs), completions, and what the gate said.
 
-    `goes_on` is what the gate decided.
+    `completions` has the step of the samples first, then that of the failed pairs that were asked again with the answer
+    shown; it is empty where nothing is sampled.
     """
 
-    dev: Manifest | None
-    samples: Manifest | None
+    dev: Manifest | None = None
+    completions: tuple[Manifest, ...] = ()
     goes_on: bool = True
 
 
@@ -137,18 +138,15 @@ class Session:
         self._finish(dev)
         dev_score = self._score("judge", "dev", dev) if dev else None
         decision = self._gate(dev_score)
-        samples, goes_on = None, decision.facts["decision"] == "go"
-        if self.plan.sample and goes_on and self.config.method is not Method.GENRM:
-            asked = self._sample()
-            self._finish([asked])
-            samples = asked.manifest
+        goes_on = decision.facts["decision"] == "go"
+        written = tuple(self._write()) if self.plan.sample and goes_on else ()
         self._score_suites(later)
-        return SessionResult(dev_score, samples, goes_on)
+        return SessionResult(dev_score, written, goes_on)
 
     def _run_baseline(self, later: Mapping[tuple[str, str], list[Asked]]) -> SessionResult:
         """Evaluate the untrained base, which is neither gated nor sampled."""
         self._score_suites(later)
-        return SessionResult(None, None)
+        return SessionResult()
 
     def _ask_suites(self) -> dict[tuple[str, str], list[Asked]]:
         return {(role, suite): self._evaluate(role, suite) for role in self._models for suite in self._split.suites}
@@ -186,15 +184,34 @@ class Session:
             for block in evaluate.blocks(self.config, suite)
         ]
 
-    def _sample(self) -> Asked:
-        name, model = part(self.plan.checkpoint + 1), self._models["judge"]
+    def _write(self) -> Iterator[Manifest]:
+        """Have rationales written, and again for the pairs that failed where the config says so."""
+        name, method = part(self.plan.checkpoint + 1), self.config.method
+        if method is Method.STAR_RATIONALIZER:
+            yield self._rationalize(self._split.pairs(name))
+        elif method is not Method.GENRM:
+            samples = self._sample(name)
+            yield samples
+            if self.config.rationalize.failures:
+                completions = self.context.store.read(samples.artifact("completions"))
+                yield self._rationalize(rationalize.failed(completions, self._split.pairs(name)))
+
+    def _sample(self, name: str) -> Manifest:
+        model = self._models["judge"]
         step = sample.sample_step(self.config, self._split.digest(name), model)
-        return self._ask(
-            step,
-            lambda: sample.sample_questions(self.config, self._split.pairs(name), model),
-            iteration=self.plan.checkpoint + 1,
-            first=True,
-        )
+        return self._written(step, lambda: sample.sample_questions(self.config, self._split.pairs(name), model))
+
+    def _rationalize(self, pairs: pa.Table) -> Manifest:
+        model = self._models["judge"]
+        step = rationalize.rationalize_step(self.config, pairs, model)
+        if pairs.num_rows == 0:
+            return self.context.ensure(step, rationalize.nothing, iteration=self.plan.checkpoint + 1)
+        return self._written(step, lambda: rationalize.rationalize_questions(self.config, pairs, model))
+
+    def _written(self, step: Step, questions: Callable[[], Questions]) -> Manifest:
+        asked = self._ask(step, questions, iteration=self.plan.checkpoint + 1, first=True)
+        self._finish([asked])
+        return asked.committed
 
     def _ask(
         self, step: Step, questions: Callable[[], Questions], *, iteration: int | None = None, first: bool = False
