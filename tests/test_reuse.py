@@ -363,6 +363,7 @@ def others(field: FieldInfo, value: Any) -> Iterator[Any]:
 BASES: dict[str, dict[str, Any]] = {
     "star-sft": {"iterations": 2, "pairs": {"data": "cumulative"}, "sample": {"stop": ["</s>"]}},
     "rationalized": {"iterations": 1, "bootstrap": None, "rationalize": {"failures": True}},
+    "star-rationalizer": {"iterations": 1, "method": "star-rationalizer"},
     "star-dpo": {"iterations": 2, "method": "star-dpo", "bootstrap": None, "train": {"init_from": "previous"}},
 }
 
