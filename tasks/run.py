@@ -79,7 +79,7 @@ class Run:
     def bootstrap(self, data: Manifest) -> Manifest:
         """Build the warm start's rows."""
         if self.config.method is Method.GENRM:
-            return self.indicators(0, data, earlier=None)
+            return self._indicators(0, data, None)
         step = bootstrap.bootstrap_step(self.config, data)
         return self._here(step, lambda: bootstrap.make_bootstrap(self._context, data), iteration=0)
 
@@ -137,6 +137,9 @@ class Run:
 
     def indicators(self, iteration: int, data: Manifest, *, earlier: Manifest | None) -> Manifest:
         """Build this iteration's training rows of the pairs' verdicts alone."""
+        return self._indicators(iteration, data, earlier)
+
+    def _indicators(self, iteration: int, data: Manifest, earlier: Manifest | None) -> Manifest:
         step = indicators.indicators_step(self.config, iteration, data, earlier=earlier)
         return self._here(
             step,
