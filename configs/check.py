@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from configs.run import EngineKind, Method, RunConfig, Source
+from configs.run import LORA_MIN_LEARNING_RATE, EngineKind, Method, RationalizeConfig, RunConfig, Source
 
 PLACEHOLDERS = ("prompt", "response_a", "response_b")
 VERDICTS = ("[[A]]", "[[B]]")
-LORA_MIN_LEARNING_RATE = 1e-5
 VLLM_MAX_LORA_RANK = 512
 PACKAGE = "package:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -56,7 +55,18 @@ def check(config: RunConfig) -> list[str]:
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Give every contradiction with the keys it is between."""
     found: list[Conflict] = []
-    for part in (_model, _sources, _split, _prompt, _engine, _sampling, _selection, _training, _evaluation):
+    for part in (
+        _model,
+        _sources,
+        _split,
+        _prompt,
+        _engine,
+        _sampling,
+        _rationalizing,
+        _selection,
+        _training,
+        _evaluation,
+    ):
         found += [Conflict(tuple(keys.split()), text) for keys, text in part(config)]
     return found
 
@@ -209,7 +219,7 @@ def _prompt(config: RunConfig) -> Found:
                 "holds a verdict, which is added from the key `verdict`; take it out",
             )
     told = all(verdict in system + prompt.user for verdict in VERDICTS) or prompt.few_shot or config.bootstrap
-    if not told and config.engine.kind is EngineKind.VLLM:
+    if not told and config.method is not Method.GENRM and config.engine.kind is EngineKind.VLLM:
         yield (
             "prompt.user",
             "nothing tells the judge to end with [[A]] or [[B]]; say it, or give prompt.few_shot or a bootstrap",
@@ -246,6 +256,38 @@ def _sampling(config: RunConfig) -> Found:
             yield f"sample.stop.{index}", f"`{stop}` cuts the verdict itself off; choose a text that cannot begin one"
 
 
+def _rationalizing(config: RunConfig) -> Found:
+    asked, method = config.rationalize, config.method
+    names = re.findall(r"\{(\w*)\}", asked.hint)
+    if "verdict" not in names:
+        yield "rationalize.hint", "lacks {verdict}, the letter that it is to show; write it"
+    if unknown := [name for name in names if name != "verdict"]:
+        yield "rationalize.hint", f"has the unknown placeholder {{{unknown[0]}}}; there is {{verdict}}"
+    sampled = method in (Method.STAR_SFT, Method.STAR_DPO)
+    if asked.failures and not sampled:
+        why = "asks with the answer shown for every pair" if method is Method.STAR_RATIONALIZER else "samples nothing"
+        yield "rationalize.failures method", f"there are no failures to ask again for, since {method} {why}; set false"
+    if asked.failures and method is Method.STAR_DPO and not asked.off_policy_chosen:
+        yield (
+            "rationalize.failures rationalize.off_policy_chosen",
+            "star-dpo can use a hinted completion as the chosen side alone, which is off-policy; "
+            "set rationalize.off_policy_chosen to true as well, or this to false",
+        )
+    if asked.off_policy_chosen and not (asked.failures and method is Method.STAR_DPO):
+        yield (
+            "rationalize.off_policy_chosen rationalize.failures method",
+            "needs method star-dpo and rationalize.failures; set them, or this to false",
+        )
+    if asked.failures and config.select.min_right > 0:
+        yield (
+            "select.min_right rationalize.failures",
+            f"{config.select.min_right:g} drops every pair that failed, so asking again yields nothing; set one to 0",
+        )
+    for name in ("n", "max_share"):
+        if not asked.failures and getattr(asked, name) != RationalizeConfig.model_fields[name].default:
+            yield f"rationalize.{name} rationalize.failures", "is of no use without rationalize.failures; set that too"
+
+
 def _selection(config: RunConfig) -> Found:
     select = config.select
     if select.min_right > select.max_right:
@@ -255,13 +297,38 @@ def _selection(config: RunConfig) -> Found:
         )
     if select.max_right == 0:
         yield "select.max_right", "0 keeps only pairs without a right answer, which yield no row; raise it"
+    if config.method is Method.GENRM:
+        yield from _unselected(config)
+    if config.method is Method.STAR_RATIONALIZER:
+        for name, neutral in (("min_right", 0), ("max_right", 1)):
+            if (share := getattr(select, name)) != neutral:
+                text = f"{share:g} is a share of unhinted samples, and star-rationalizer has none; set {neutral}"
+                yield f"select.{name} method", text
     if config.method is not Method.STAR_DPO:
         return
     if config.sample.n < 2:
         text = f"{config.sample.n} can't give a right and a wrong rationale, and star-dpo needs both; set 2 or more"
         yield "sample.n method", text
+    if select.keep_per_pair not in (None, 1):
+        yield (
+            "select.keep_per_pair method",
+            f"{select.keep_per_pair} means nothing to star-dpo, which pairs right with wrong rationales; "
+            "set pairs.max_per_pair",
+        )
     if select.min_right == 1:
         yield "select.min_right method", "1 keeps only pairs without a wrong rationale, star-dpo needs one; lower it"
+
+
+def _unselected(config: RunConfig) -> Found:
+    """Find what asks genrm, which trains on every pair and writes nothing, to choose or to parse."""
+    neutral = {"keep_per_pair": (None, 1), "min_right": (0,), "max_right": (1,), "balance": (False,)}
+    for name, values in neutral.items():
+        if (value := getattr(config.select, name)) not in values:
+            text = f"`{str(value).lower()}` means nothing to genrm, which trains on every pair; take it out"
+            yield f"select.{name} method", text
+    if config.gate.min_parse_rate > 0:
+        text = f"{config.gate.min_parse_rate:g} means nothing to genrm, which writes no verdict to parse; set 0"
+        yield "gate.min_parse_rate method", text
 
 
 def _training(config: RunConfig) -> Found:
@@ -278,7 +345,8 @@ def _training(config: RunConfig) -> Found:
         if train.lora and rate < LORA_MIN_LEARNING_RATE:
             yield (
                 f"{key} train.lora",
-                f"{rate:g} hardly moves a LoRA adapter; set 1e-5 or more (1e-4 is usual), or `train.lora: null`",
+                f"{rate:g} hardly moves a LoRA adapter; set {LORA_MIN_LEARNING_RATE:g} or more (1e-4 is usual), "
+                "or `train.lora: null`",
             )
     if train.reference == "previous" and config.method is not Method.STAR_DPO:
         yield (

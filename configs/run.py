@@ -154,7 +154,7 @@ class FewShot(Section):
 
 
 class BootstrapConfig(Section):
-    """Warm-start on rationales of another source (the paper's bootstrapped rationales, Table 1)."""
+    """Warm-start on rationales of another source (the paper's Table 1); genrm takes their pairs' verdicts alone."""
 
     rationales: Annotated[str, NotInKey("the digest of its content is an input")] = Field(
         description="`generator` (the synthetic source writes them) or a file of pairs with a column `rationale`"
@@ -201,7 +201,7 @@ class SampleOrder(StrEnum):
 
 
 class SampleConfig(Section):
-    """Draw rationales from the latest checkpoint."""
+    """Draw rationales from the latest checkpoint; genrm draws none, but shows its pairs in `order`."""
 
     n: int = Field(1, ge=1, le=256)
     temperature: float = Field(1.0, ge=0)
@@ -217,10 +217,34 @@ class Method(StrEnum):
 
     STAR_SFT = "star-sft"
     STAR_DPO = "star-dpo"
+    STAR_RATIONALIZER = "star-rationalizer"  # rationales of a judge that was shown the answer
+    GENRM = "genrm"  # the verdict alone, without reasons; read by its letters
+
+
+class RationalizeConfig(Section):
+    """Show the judge the answer and ask it for the reasons (star-rationalizer: of every pair).
+
+    What it writes is judged like any other rationale and trained under the judge's own prompt, without the hint.
+    """
+
+    failures: bool = Field(
+        False, description="star-sft, star-dpo: ask so for the pairs of an iteration that no completion got right"
+    )
+    n: int = Field(1, ge=1, le=256, description="hinted completions of a failed pair and order")
+    max_share: float = Field(
+        0.2, gt=0, lt=1, description="failures: greatest share of an iteration's rows that hinted completions may have"
+    )
+    off_policy_chosen: Annotated[bool, NotInKey("consents to what failures means for star-dpo, refused without")] = (
+        Field(False, description="star-dpo: let a hinted completion be the chosen side where no sample is right")
+    )
+    hint: str = Field(
+        "Explain why response {verdict} is better. End with [[{verdict}]].",
+        description="stands behind the judge's question; {verdict} is the letter of the better response as shown",
+    )
 
 
 class SelectConfig(Section):
-    """Choose among the judgments."""
+    """Choose among the judgments (genrm has none)."""
 
     keep_per_pair: int | None = Field(
         1, ge=1, description="right rationales kept a pair and order (SFT); null keeps all"
@@ -240,6 +264,9 @@ class PairsConfig(Section):
     data: Literal["fresh", "cumulative"] = Field(
         "fresh", description="train on this iteration's rows, or on all so far (the warm start's included)"
     )
+
+
+LORA_MIN_LEARNING_RATE = 1e-5  # below it an adapter, whose B starts at zero, stays at its start
 
 
 class LoraConfig(Section):
@@ -278,7 +305,7 @@ class TrainConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluate every checkpoint in both orders."""
+    """Evaluate every checkpoint in both orders; genrm is read by its letters alone, without votes."""
 
     votes: int = Field(8, ge=1, le=256, description="completions a pair and order on test and suites")
     dev_votes: int = Field(8, ge=1, le=256)
@@ -312,6 +339,7 @@ class RunConfig(Section):
     bootstrap: BootstrapConfig | None = None
     engine: EngineConfig = EngineConfig()
     sample: SampleConfig = SampleConfig()
+    rationalize: RationalizeConfig = RationalizeConfig()
     select: SelectConfig = SelectConfig()
     pairs: PairsConfig = PairsConfig()
     train: TrainConfig = TrainConfig()

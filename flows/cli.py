@@ -343,22 +343,23 @@ def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
         click.echo(f"{run_id}: no checkpoint is evaluated yet")
         return
     print_table(list(rows[0]), [list(one.values()) for one in rows], title=f"{run_id}: % with 95 % intervals")
-    print_table(
-        ("iteration", "prompts", "with a row", "yield", "completions", "selected", "training rows", "dropped"),
-        [
-            (
-                one.iteration,
-                one.asked,
-                one.with_rows,
-                f"{100 * one.with_rows / max(one.asked, 1):.0f} %",
-                one.completions,
-                one.selected,
-                one.rows,
-                ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
-            )
-            for one in report.yields
-        ],
-    )
+    yields = [
+        (
+            one.iteration,
+            one.asked,
+            one.with_rows,
+            f"{100 * one.with_rows / max(one.asked, 1):.0f} %",
+            one.completions,
+            one.selected,
+            one.rows,
+            one.hinted,
+            ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
+        )
+        for one in report.yields
+    ]
+    columns = ("iteration", "prompts", "with a row", "yield", "completions", "selected", "training rows", "hinted")
+    if yields:
+        print_table((*columns, "dropped"), yields)
     for one in report.compared:
         against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
         click.echo(

@@ -96,6 +96,15 @@ SCHEMAS: dict[str, pa.Schema] = {
             ("error", pa.large_string()),  # deterministic error of this row, else null
         ]
     ),
+    "choices": pa.schema(  # readings of a judge that gives no reasons: the letters right behind the prompt and `[[`
+        [
+            ("pair_id", pa.large_string()),
+            ("checkpoint", pa.large_string()),
+            ("order", pa.large_string()),
+            ("prob_a", pa.float64()),  # P(A) / (P(A) + P(B)), letters as shown
+            ("error", pa.large_string()),  # deterministic error of this row, else null
+        ]
+    ),
     "judgments": pa.schema(
         [
             *_judgment_id,

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from storage.schema import SCHEMAS
 from tasks.engines.base import Engine, Request, Response, Sampling, Text, prob_a
-from tasks.judge.prompts import judge_messages
+from tasks.judge import hints, prompts
 from tasks.judge.verdict import rationale_end
 from tasks.step import Context, Event, Step, software
 
@@ -19,22 +19,30 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
     from storage.manifest import Manifest
+    from storage.store import Store
 
 
 @dataclass(frozen=True)
 class Questions:
     """Hold what is asked: rows of `pairs` sorted by id, the orders each is shown in, how completions are drawn.
 
-    `forced_choice` reads P(A) against P(B) after `[[`, following each completion's own rationale.
+    `forced_choice` reads P(A) against P(B) after `[[`, following each completion's own rationale. Without `sampling`
+    nothing is written: P(A) against P(B) is read right behind the prompt and `[[`. A `hint` shows the answer.
     """
 
     pairs: pa.Table
     orders: Mapping[str, Sequence[str]]  # pair id -> orders shown
-    sampling: Sampling
+    sampling: Sampling | None
     model: str
     forced_choice: bool
     shard_pairs: int
     first_sample: int = 0
+    hint: str | None = None
+
+    @property
+    def draws(self) -> int:
+        """Count the completions of a prompt."""
+        return self.sampling.n if self.sampling else 0
 
 
 class Generation:
@@ -57,6 +65,10 @@ class Generation:
         self._prompts: dict[tuple[str, str], list[int]] = {}
         self._saving: list[Future[None]] = []
         self._letters = engine.template.letters() if questions.forced_choice else None
+        self._opening: list[int] = []
+        if questions.sampling is None:
+            self._letters = engine.template.letters(prompts.OPENING, prompts.CLOSING)
+            self._opening = engine.template.encode(prompts.OPENING)
         self._unasked = self._requests()
         self.done_pairs = sum(shard.stop - shard.start for shard in self._plan if shard.index in self._records)
         self.tokens = 0
@@ -81,16 +93,22 @@ class Generation:
                 continue
             rows = questions.pairs.slice(shard.start, shard.stop - shard.start).to_pylist()
             asked = [(row, order) for row in rows for order in questions.orders[row["pair_id"]]]
-            prompts = self._engine.template.prompts([self._messages(row, order) for row, order in asked])
+            rendered = self._engine.template.prompts([self._messages(row, order) for row, order in asked])
             self._rows[shard.index], self._open[shard.index] = [], len(asked)
-            for (row, order), ids in zip(asked, prompts, strict=True):
+            for (row, order), ids in zip(asked, rendered, strict=True):
                 self._prompts[row["pair_id"], order] = ids
                 tag = (self.step.key, shard.index, row["pair_id"], order, None)
-                yield Request(tag, ids, questions.model, sampling=questions.sampling, letters=self._letters)
+                asked_ids = [*ids, *self._opening]
+                yield Request(tag, asked_ids, questions.model, sampling=questions.sampling, letters=self._letters)
 
     def _messages(self, row: Mapping[str, Any], order: str) -> list[dict[str, str]]:
         shown = (row["response_a"], row["response_b"])
-        return judge_messages(self._context.config.prompt, row["prompt"], *(shown if order == "ab" else shown[::-1]))
+        wording = prompts.worded(self._context.config)
+        messages = prompts.judge_messages(wording, row["prompt"], *(shown if order == "ab" else shown[::-1]))
+        if self._questions.hint is None:
+            return messages
+        gold = row["gold"] if order == "ab" else {"A": "B", "B": "A"}[row["gold"]]
+        return hints.hinted(messages, self._questions.hint, gold)
 
     def accept(self, response: Response, pool: ThreadPoolExecutor) -> list[Request]:
         """Take an answer; give the requests that follow from it (the forced choice after each rationale)."""
@@ -102,13 +120,17 @@ class Generation:
             row["prob_a"] = prob_a(response.letter_logprobs) if response.letter_logprobs else None
             self._close_one(shard, pool)
             return []
-        texts = response.texts or (Text("", "error", 0, None),) * self._questions.sampling.n
+        self._read += 1
+        ids = self._prompts.pop((pair_id, order))
+        if self._questions.sampling is None:
+            self._rows[shard].append(self._choice(pair_id, order, response))
+            self._close_one(shard, pool)
+            return []
+        texts = response.texts or (Text("", "error", 0, None),) * self._questions.draws
         first = self._questions.first_sample
         made = [self._row(pair_id, order, first + draw, text, response.error) for draw, text in enumerate(texts)]
         self._rows[shard].extend(made)
         self.tokens += sum(text.n_tokens for text in texts)
-        self._read += 1
-        ids = self._prompts.pop((pair_id, order))
         unread = [row for row, text in zip(made, texts, strict=True) if not self._read_choice(row, text)]
         follow = [] if response.error else self._forced_choice(ids, unread, (shard, pair_id, order))
         self._open[shard] += len(follow)
@@ -141,7 +163,7 @@ class Generation:
             "checkpoint": self._questions.model,
             "order": order,
             "sample": sample,
-            "hinted": False,
+            "hinted": self._questions.hint is not None,
             "text": text.text,
             "finish_reason": text.finish_reason,
             "n_tokens": text.n_tokens,
@@ -150,23 +172,33 @@ class Generation:
             "error": error,
         }
 
+    def _choice(self, pair_id: str, order: str, response: Response) -> dict[str, Any]:
+        return {
+            "pair_id": pair_id,
+            "checkpoint": self._questions.model,
+            "order": order,
+            "prob_a": prob_a(response.letter_logprobs) if response.letter_logprobs else None,
+            "error": response.error,
+        }
+
     def _close_one(self, shard: int, pool: ThreadPoolExecutor) -> None:
         self._open[shard] -= 1
         if self._open[shard] == 0:
-            rows = sorted(self._rows.pop(shard), key=lambda row: (row["pair_id"], row["order"], row["sample"]))
+            rows = sorted(self._rows.pop(shard), key=lambda row: (row["pair_id"], row["order"], row.get("sample")))
             self._saving.append(pool.submit(self._save, shard, rows))
             bounds = self._plan[shard]
             self.done_pairs += bounds.stop - bounds.start
 
     def _save(self, shard: int, rows: list[dict[str, Any]]) -> None:
-        table = pa.Table.from_pylist(rows, schema=SCHEMAS["completions"])
+        artifact = "completions" if self._questions.sampling else "choices"
+        table = pa.Table.from_pylist(rows, schema=SCHEMAS[artifact])
         errors = sum(row["error"] is not None for row in rows)
         counts = {"in": len(rows), "kept": len(rows) - errors, "dropped": {"error": errors} if errors else {}}
-        self._records[shard] = self._attempt.commit_shard(shard, {"completions": table}, counts)
+        self._records[shard] = self._attempt.commit_shard(shard, {artifact: table}, counts)
 
     def weight(self, response: Response) -> int:
         """Count the sequences that a response frees."""
-        return 1 if response.tag[-1] is not None else self._questions.sampling.n
+        return 1 if response.tag[-1] is not None else max(self._questions.draws, 1)
 
     def progress(self) -> Event:
         """Describe how far the step is; `eta` in seconds, None before the first prompt is answered."""
@@ -210,6 +242,17 @@ class Generation:
             shards=records,
         )
         return self._context.done(self.step, manifest, reused=False, iteration=self.iteration)
+
+
+def digests(completions: Sequence[Manifest]) -> dict[str, str | None]:
+    """Name an iteration's completions as inputs: the samples, beside them those written with the answer shown."""
+    names = ("completions", "hinted")
+    return {name: one.artifact("completions").digest for name, one in zip(names, completions, strict=False)}
+
+
+def read_all(store: Store, completions: Sequence[Manifest]) -> pa.Table:
+    """Read an iteration's completions."""
+    return pa.concat_tables([store.read(one.artifact("completions")) for one in completions])
 
 
 def forced_choice_prefix(text: str) -> str:

@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from configs.run import Method, key_part
 from storage.errors import StepFailedError
 from storage.schema import JUDGMENT_ID, SCHEMAS, Status
+from tasks import generation
 from tasks.judge import draw, frames, prompts, verdict
 from tasks.judge.matching import DPO_ID, count_reasons, match
 from tasks.judge.votes import BY_ORDER
 from tasks.step import Step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from configs.run import PairsConfig, PromptConfig, RunConfig
     from storage.manifest import Manifest
     from tasks.step import Context
@@ -35,10 +39,11 @@ _ID = [*BY_ORDER, "sample", "hinted"]
 def sft_rows(selected: pa.Table, completions: pa.Table, pairs: pa.Table, prompt_config: PromptConfig) -> pa.Table:
     """Make one `sft` row of every selected judgment, sorted by its id."""
     rows = frames.frame(selected.select(list(JUDGMENT_ID)))
-    return _sft(_with_texts(rows, completions).sort(JUDGMENT_ID), pairs, prompt_config)
+    return sft_table(_with_texts(rows, completions).sort(JUDGMENT_ID), pairs, prompt_config)
 
 
-def _sft(rows: pl.DataFrame, pairs: pa.Table, config: PromptConfig) -> pa.Table:
+def sft_table(rows: pl.DataFrame, pairs: pa.Table, config: PromptConfig) -> pa.Table:
+    """Make `sft` rows of judgment ids and their texts."""
     columns = dict(zip(JUDGMENT_ID, frames.plain(rows.select(JUDGMENT_ID)).columns, strict=True))
     columns |= {"prompt": _prompts(rows, pairs, config), "completion": _turns(rows["text"])}
     return pa.table(columns).cast(SCHEMAS["sft"])
@@ -104,14 +109,14 @@ def _dpo(rows: pl.DataFrame, completions: pa.Table, pairs: pa.Table, config: Pro
 
 
 def pairs_step(
-    config: RunConfig, split: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+    config: RunConfig, split: Manifest, completions: Sequence[Manifest], *, selected: Manifest, earlier: Manifest | None
 ) -> Step:
     """Name the step by what was selected and said, and by the rows before where they are trained on again."""
     name = artifact(config)
     again = earlier if config.pairs.data == "cumulative" and earlier and name in earlier.artifacts else None
     inputs = {
         "selected": selected.artifact("selected").digest,
-        "completions": samples.artifact("completions").digest,
+        **generation.digests(completions),
         "pairs": split.artifact("pairs").digest,
         "earlier": again.artifact(name).digest if again else None,
     }
@@ -132,18 +137,19 @@ def artifact(config: RunConfig) -> str:
 
 
 def make_rows(
-    context: Context, split: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+    context: Context, split: Manifest, completions: Sequence[Manifest], *, selected: Manifest, earlier: Manifest | None
 ) -> dict[str, Any]:
     """Build an iteration's rows, with those before where the config says so, in a seeded order."""
     config, read = context.config, context.store.read
     chosen, name = read(selected.artifact("selected")), artifact(config)
-    given = chosen, read(samples.artifact("completions")), read(split.artifact("pairs")), config.prompt
+    written = generation.read_all(context.store, completions)
+    given = chosen, written, read(split.artifact("pairs")), config.prompt
     unused: dict[str, int] = {}
     if name == "dpo":
         rows, unused = dpo_rows(*given, config.pairs, seed=config.seed)
     else:
         rows = sft_rows(*given)
-    fresh = rows.num_rows
+    fresh, hinted = rows.num_rows, pc.sum(rows["chosen_hinted" if name == "dpo" else "hinted"]).as_py() or 0
     if config.pairs.data == "cumulative" and earlier is not None and name in earlier.artifacts:
         rows = concat(read(earlier.artifact(name)), rows)
     counts = {"in": chosen.num_rows, "kept": chosen.num_rows - sum(unused.values()), "dropped": unused}
@@ -151,7 +157,7 @@ def make_rows(
     return {
         "tables": {name: shuffle(rows, seed=config.seed)},
         "counts": counts,
-        "facts": {"fresh": fresh, "earlier": rows.num_rows - fresh, "yields": yielded},
+        "facts": {"fresh": fresh, "hinted": hinted, "earlier": rows.num_rows - fresh, "yields": yielded},
     }
 
 
@@ -193,7 +199,7 @@ def rationale_rows(
     dropped = pl.concat(
         [rows["reason"].drop_nulls(), statuses.filter(statuses != Status.CORRECT.value).alias("reason")]
     )
-    return _sft(right, pairs, prompt_config), count_reasons(dropped)
+    return sft_table(right, pairs, prompt_config), count_reasons(dropped)
 
 
 def _as_completions(rationales: pa.Table) -> pl.DataFrame:

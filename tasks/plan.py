@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.run import RunConfig, SampleOrder
+from configs.run import Method, RunConfig, SampleOrder
 from storage.schema import Split, part
 from tasks.evaluate import blocks
 from tasks.run import DryRun
@@ -75,16 +75,28 @@ def outline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[int, 
     yield 0, "base", "", None
     yield 0, "split", "", None
     if config.bootstrap:
-        yield 0, "bootstrap", "", sizes.get(Split.BOOTSTRAP)
+        yield 0, "indicators" if config.method is Method.GENRM else "bootstrap", "", sizes.get(Split.BOOTSTRAP)
         yield 0, "train", "", None
     for checkpoint in range(config.iterations + 1):
         yield from _session(config, sizes, checkpoint)
         if checkpoint < config.iterations:
-            orders = 2 if config.sample.order is SampleOrder.BOTH else 1
-            pairs = sizes.get(part(checkpoint + 1))
-            yield checkpoint + 1, "sample", "", pairs * orders * config.sample.n if pairs is not None else None
-            for step in ("select", "pairs", "train"):
-                yield checkpoint + 1, step, "", None
+            for step, rows in _rows_of_iteration(config, sizes.get(part(checkpoint + 1))):
+                yield checkpoint + 1, step, "", rows
+            yield checkpoint + 1, "train", "", None
+
+
+def _rows_of_iteration(config: RunConfig, pairs: int | None) -> Iterator[tuple[str, int | None]]:
+    """List the steps that make an iteration's training rows, with the rows that they write where known."""
+    asked = pairs * (2 if config.sample.order is SampleOrder.BOTH else 1) if pairs is not None else None
+    if config.method is Method.GENRM:
+        yield "indicators", asked
+        return
+    written = asked * config.sample.n if asked is not None else None
+    yield "rationalize" if config.method is Method.STAR_RATIONALIZER else "sample", written
+    if config.rationalize.failures:
+        yield "rationalize", None
+    yield "select", None
+    yield "pairs", None
 
 
 def _session(
@@ -93,15 +105,15 @@ def _session(
     if checkpoint or config.bootstrap:
         yield checkpoint, "parity", "", None
     apart = checkpoint == 0 and config.bootstrap is not None and config.evaluate.base
-    asked = [("", "dev", config.evaluate.dev_votes)]
+    asked = [("", "dev")]
     suites = [str(Split.TEST), *(source.name for source in config.data.suites)]
-    asked += [(role, suite, config.evaluate.votes) for role in (["", "base "] if apart else [""]) for suite in suites]
+    asked += [(role, suite) for role in (["", "base "] if apart else [""]) for suite in suites]
     asked = [one for one in asked if not sizes or sizes.get(one[1])]
-    for role, suite, votes in asked:
-        for block in blocks(suite, votes):
+    for role, suite in asked:
+        for block in blocks(config, suite):
             pairs = sizes.get(suite)
-            yield checkpoint, "evaluate", f"{role}{block}", pairs * block.votes if pairs is not None else None
-    for role, suite, _ in asked:
+            yield checkpoint, "evaluate", f"{role}{block}", pairs * max(block.votes, 1) if pairs is not None else None
+    for role, suite in asked:
         yield checkpoint, "score", f"{role}{suite}", None
     yield checkpoint, "gate", "", None
 

@@ -11,7 +11,7 @@ from storage.errors import TransientError
 from tasks.run import Checkpoint, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from prefect.client.schemas.objects import State
 
@@ -57,17 +57,27 @@ class PrefectRun(Run):
             data, judge, base, before=before, sample=sample
         )
 
-    def select(self, iteration: int, data: Manifest, samples: Manifest) -> Manifest:
+    def select(self, iteration: int, data: Manifest, completions: Sequence[Manifest]) -> Manifest:
         """Keep what may be trained on."""
-        return self._task(f"select {iteration}", super().select)(iteration, data, samples)
+        return self._task(f"select {iteration}", super().select)(iteration, data, completions)
 
     def pairs(
-        self, iteration: int, data: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+        self,
+        iteration: int,
+        data: Manifest,
+        completions: Sequence[Manifest],
+        *,
+        selected: Manifest,
+        earlier: Manifest | None,
     ) -> Manifest:
         """Build the training rows."""
         return self._task(f"pairs {iteration}", super().pairs)(
-            iteration, data, samples, selected=selected, earlier=earlier
+            iteration, data, completions, selected=selected, earlier=earlier
         )
+
+    def indicators(self, iteration: int, data: Manifest, *, earlier: Manifest | None) -> Manifest:
+        """Build the training rows of the verdicts alone."""
+        return self._task(f"indicators {iteration}", super().indicators)(iteration, data, earlier=earlier)
 
     def train(self, iteration: int, rows: Manifest, base: Model, previous: Model) -> Checkpoint:
         """Train a checkpoint."""

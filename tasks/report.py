@@ -39,7 +39,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Yield:
-    """Count what an iteration kept: prompts shown, those that gave a training row, completions, selected, rows."""
+    """Count what an iteration kept: prompts shown, those that gave a training row, completions, selected, rows.
+
+    `hinted` counts the rows of completions that were shown the answer.
+    """
 
     iteration: int
     asked: int
@@ -47,6 +50,7 @@ class Yield:
     completions: int
     selected: int
     rows: int
+    hinted: int
     dropped: Mapping[str, int]
 
 
@@ -91,7 +95,8 @@ def make_report(store: Store, run_id: str) -> Report:
     for (judge, suite), manifest in scored.items():
         if manifest is not None:
             table = store.read(manifest.artifact("metrics"))
-            scores.append(Scores(judge, suite, {name: metric(table, name) for name in SHOWN}))
+            known = set(table["metric"].to_pylist())  # a judge without reasons has no metrics of a text
+            scores.append(Scores(judge, suite, {name: metric(table, name) for name in SHOWN if name in known}))
     return Report(run_id, scores, _yields(store, history), _compare(store, scored), _engine_starts(store, history))
 
 
@@ -115,6 +120,7 @@ def _yields(store: Store, history: History) -> list[Yield]:
                     completions=counts["in"],
                     selected=counts["kept"],
                     rows=trained,
+                    hinted=rows.facts.get("hinted", 0),
                     dropped=counts["dropped"],
                 )
             )
@@ -140,7 +146,7 @@ def _engine_starts(store: Store, history: History) -> int:
     """Count the engine processes that computed this run's steps, from their manifests."""
     starts = set()
     for used in history.used:
-        if used.step in {"parity", "evaluate", "sample"} and not used.reused:
+        if used.step in {"parity", "evaluate", "sample", "rationalize"} and not used.reused:
             manifest = manifest_of(store, used)
             if manifest is not None and "engine" in manifest.facts:
                 starts.add(manifest.facts["engine"]["start"])
@@ -148,21 +154,24 @@ def _engine_starts(store: Store, history: History) -> int:
 
 
 def results_table(report: Report) -> list[dict[str, str]]:
-    """Give one row a judge and suite, every accuracy with its interval, n, parse and truncation rate."""
+    """Give one row a judge and suite, every metric there is with its interval, and n."""
     rows = []
     for one in sorted(report.scores, key=lambda score: (_place(score.judge), score.suite)):
-        cells = {name: percent(one.metrics[name]) for name in SHOWN if name != "rationale_tokens"}
-        tokens = one.metrics["rationale_tokens"]["value"]
         rows.append(
             {
                 "judge": "untrained" if one.judge == "base" else f"checkpoint {one.judge}",
                 "suite": one.suite,
                 "n": str(one.metrics["forced_choice"]["n"]),
-                **cells,
-                "rationale_tokens": "–" if tokens is None else f"{tokens:.1f}",
+                **{name: _cell(name, row) for name, row in one.metrics.items()},
             }
         )
     return rows
+
+
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    if name != "rationale_tokens":
+        return percent(row)
+    return "–" if row["value"] is None else f"{row['value']:.1f}"
 
 
 def _place(judge: str) -> int:
@@ -205,6 +214,7 @@ def plot(report: Report) -> bytes:
     for name, label in (
         ("parse_rate", "parse rate"),
         ("pick_a", "P(pick A), verdicts"),
+        ("pick_a_forced", "P(pick A), forced choice"),
         ("free_text", "free-text accuracy"),
     ):
         _draw(right, report, judges, ("test", name), label=f"{label}, test")
@@ -231,7 +241,10 @@ def _draw(
     axes: Any, report: Report, judges: Sequence[str], what: tuple[str, str], *, label: str, shift: float = 0.0
 ) -> None:
     suite, name = what
-    points = [(judges.index(one.judge), one.metrics[name]) for one in report.scores if one.suite == suite]
+    scores = [one for one in report.scores if one.suite == suite and name in one.metrics]
+    if not scores:
+        return
+    points = [(judges.index(one.judge), one.metrics[name]) for one in scores]
     points = sorted((place, row) for place, row in points if row["value"] is not None)
     places = [place + shift for place, _ in points]
     values = [row["value"] for _, row in points]

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig
 from storage.errors import StepFailedError
-from tasks import bootstrap, models, pairs, select, split, train
+from tasks import bootstrap, indicators, models, pairs, select, split, train
 from tasks.jobs.entry import JobSpec
 from tasks.jobs.session import Session, SessionPlan, SessionResult
 from tasks.models import Model
 from tasks.step import Context, DryContext, Event, NotCommittedError, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from storage.manifest import Manifest
     from storage.runlog import RunLog
@@ -78,6 +78,8 @@ class Run:
 
     def bootstrap(self, data: Manifest) -> Manifest:
         """Build the warm start's rows."""
+        if self.config.method is Method.GENRM:
+            return self._indicators(0, data, None)
         step = bootstrap.bootstrap_step(self.config, data)
         return self._here(step, lambda: bootstrap.make_bootstrap(self._context, data), iteration=0)
 
@@ -111,19 +113,37 @@ class Run:
     def _committed_session(self, plan: SessionPlan) -> SessionResult:
         return Session(self._context, plan, start_engine=None).run()
 
-    def select(self, iteration: int, data: Manifest, samples: Manifest) -> Manifest:
+    def select(self, iteration: int, data: Manifest, completions: Sequence[Manifest]) -> Manifest:
         """Judge the completions and keep what may be trained on."""
-        step = select.select_step(self.config, data, samples)
-        return self._here(step, lambda: select.make_selection(self._context, data, samples), iteration=iteration)
+        step = select.select_step(self.config, data, completions)
+        return self._here(step, lambda: select.make_selection(self._context, data, completions), iteration=iteration)
 
     def pairs(
-        self, iteration: int, data: Manifest, samples: Manifest, *, selected: Manifest, earlier: Manifest | None
+        self,
+        iteration: int,
+        data: Manifest,
+        completions: Sequence[Manifest],
+        *,
+        selected: Manifest,
+        earlier: Manifest | None,
     ) -> Manifest:
         """Build this iteration's training rows; `earlier` rows are kept where pairs.data is cumulative."""
-        step = pairs.pairs_step(self.config, data, samples, selected=selected, earlier=earlier)
+        step = pairs.pairs_step(self.config, data, completions, selected=selected, earlier=earlier)
         return self._here(
             step,
-            lambda: pairs.make_rows(self._context, data, samples, selected=selected, earlier=earlier),
+            lambda: pairs.make_rows(self._context, data, completions, selected=selected, earlier=earlier),
+            iteration=iteration,
+        )
+
+    def indicators(self, iteration: int, data: Manifest, *, earlier: Manifest | None) -> Manifest:
+        """Build this iteration's training rows of the pairs' verdicts alone."""
+        return self._indicators(iteration, data, earlier)
+
+    def _indicators(self, iteration: int, data: Manifest, earlier: Manifest | None) -> Manifest:
+        step = indicators.indicators_step(self.config, iteration, data, earlier=earlier)
+        return self._here(
+            step,
+            lambda: indicators.make_indicators(self._context, iteration, data, earlier=earlier),
             iteration=iteration,
         )
 

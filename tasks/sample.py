@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from configs.run import RunConfig, SampleOrder, key_part
-from storage.schema import Order
+from configs.run import RunConfig, key_part
 from tasks.engines.base import Sampling
 from tasks.generation import Questions
 from tasks.judge import prompts
@@ -23,12 +22,18 @@ def generation_parts(config: RunConfig) -> dict[str, object]:
     """Give what every completion depends on beside its pairs, model and draws."""
     return {
         "engine": key_part(config.engine),
-        "prompt": prompts.prompt_digest(config.prompt),
+        "prompt": prompts.prompt_digest(prompts.worded(config)),
         "prompt_version": prompts.VERSION,
         "template_kwargs": config.model.template_kwargs,
         "max_len": config.model.max_len,
         "seed": config.seed,
     }
+
+
+def sampling(config: RunConfig, draws: int) -> Sampling:
+    """Say how completions for training are drawn."""
+    sample = config.sample
+    return Sampling(draws, sample.temperature, sample.top_p, sample.max_tokens, sample.stop)
 
 
 def sample_step(config: RunConfig, pairs: str, model: Model) -> Step:
@@ -39,16 +44,11 @@ def sample_step(config: RunConfig, pairs: str, model: Model) -> Step:
 
 def sample_questions(config: RunConfig, pairs: pa.Table, model: Model) -> Questions:
     """Ask `sample.n` completions a pair, in the order of hash(seed, pair id) or in both."""
-    ids = pairs.column("pair_id").to_pylist()
-    if config.sample.order is SampleOrder.BOTH:
-        orders = {one: [str(Order.AB), str(Order.BA)] for one in ids}
-    else:
-        orders = {one: [order] for one, order in zip(ids, prompts.shown_order(config.seed, ids), strict=True)}
     sample = config.sample
     return Questions(
         pairs=pairs,
-        orders=orders,
-        sampling=Sampling(sample.n, sample.temperature, sample.top_p, sample.max_tokens, sample.stop),
+        orders=prompts.orders(sample.order, config.seed, pairs.column("pair_id").to_pylist()),
+        sampling=sampling(config, sample.n),
         model=model.digest,
         forced_choice=False,
         shard_pairs=sample.shard_pairs,

@@ -42,6 +42,7 @@ OVER_JUDGMENTS = {
 }
 METRICS = (*OVER_PAIRS, *OVER_JUDGMENTS)
 UNBOUNDED = ("rationale_tokens",)
+LETTERS = ("forced_choice", "soft_vote", "pick_a_forced", "prob_gold")  # what needs no text
 
 
 def score(judgments: pa.Table, pairs: pa.Table, *, suite: str) -> tuple[pa.Table, pa.Table]:
@@ -62,12 +63,41 @@ def score(judgments: pa.Table, pairs: pa.Table, *, suite: str) -> tuple[pa.Table
     return frames.table(metrics, "metrics"), frames.table(scored.with_columns(suite=pl.lit(suite)), "pair_scores")
 
 
-def score_step(evaluated: Sequence[Manifest], split: Manifest, suite: str) -> Step:
-    """Name the step by the completions of every vote block and the pairs."""
-    inputs = {f"completions-{number}": one.artifact("completions").digest for number, one in enumerate(evaluated)}
+def score_choices(choices: pa.Table, pairs: pa.Table, *, suite: str) -> tuple[pa.Table, pa.Table]:
+    """Give the same of `choices`: metrics that need a text are not there, their columns of `pair_scores` are null."""
+    metrics, pair_scores = score(_unspoken(choices, pairs), pairs, suite=suite)
+    kept = frames.frame(metrics).filter(pl.col("metric").is_in(LETTERS))
+    unread = [pl.lit(None, pl.Float64).alias("free_text"), pl.lit(None, pl.Boolean).alias("consistent")]
+    return frames.table(kept, "metrics"), frames.table(frames.frame(pair_scores).with_columns(unread), "pair_scores")
+
+
+def _unspoken(choices: pa.Table, pairs: pa.Table) -> pa.Table:
+    """Take readings as judgments of which only `prob_gold` is known."""
+    prob = pl.when(pl.col("shown_gold") == "A").then("prob_a").otherwise(1 - pl.col("prob_a"))
+    unknown = {"verdict": pl.String, "status": pl.String, "rationale_end": pl.Int32, "n_tokens": pl.Int32}
+    rows = with_shown_gold(frames.frame(choices), pairs).with_columns(
+        prob.alias("prob_gold"),
+        pl.lit(0, pl.Int32).alias("sample"),
+        pl.lit(False).alias("hinted"),
+        *(pl.lit(None, dtype).alias(name) for name, dtype in unknown.items()),
+    )
+    return frames.table(rows, "judgments")
+
+
+def score_step(evaluated: Sequence[Manifest], split: Manifest, suite: str, *, artifact: str) -> Step:
+    """Name the step by what every vote block holds (`completions`, or `choices`) and the pairs."""
+    inputs = {f"{artifact}-{number}": one.artifact(artifact).digest for number, one in enumerate(evaluated)}
     inputs["pairs"] = split.artifact("pairs").digest
     versions = {"parser": verdict.VERSION, "votes": votes.VERSION, "statistics": statistics.VERSION}
     return Step("score", VERSION, inputs, {"suite": suite, **versions})
+
+
+def make_choice_score(choices: pa.Table, pairs: pa.Table, suite: str) -> dict[str, Any]:
+    """Score the readings of a suite."""
+    metrics, pair_scores = score_choices(choices, pairs, suite=suite)
+    errors = choices.num_rows - choices.column("error").null_count
+    counts = {"in": choices.num_rows, "kept": choices.num_rows - errors, "dropped": {"error": errors} if errors else {}}
+    return {"tables": {"metrics": metrics, "pair_scores": pair_scores}, "counts": counts}
 
 
 def make_score(completions: pa.Table, pairs: pa.Table, suite: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from configs.run import RunConfig, Source, key_part
+from configs.run import Method, RunConfig, Source, key_part
 from storage.errors import DataError, StepFailedError
 from storage.inputs import InputFile, fetch_input
 from storage.schema import SCHEMAS, Order, Split, empty
@@ -57,20 +57,27 @@ def split_step(config: RunConfig, base: Model, inputs: Inputs) -> Step:
         "iterations": config.iterations,
         "seed": config.seed,
         "order": str(config.sample.order),
-        "prompt": prompts.prompt_digest(config.prompt),
+        "prompt": prompts.prompt_digest(prompts.worded(config)),
         "template_kwargs": config.model.template_kwargs,
         "engine": str(config.engine.kind),
         "budget": config.model.max_len - config.sample.max_tokens,
         "versions": [formats.VERSION, division.VERSION, synthetic.VERSION, prompts.VERSION],
         "bootstrap": GENERATOR if config.bootstrap and inputs.rationales is None else None,
     }
+    if config.method is Method.GENRM:
+        parts["letters"] = [prompts.OPENING, prompts.CLOSING]
     rationales = inputs.rationales.sha256 if inputs.rationales else None
     return Step("split", VERSION, {"model": base.digest, "rationales": rationales, **digests}, parts)
 
 
 def make_split(context: Context, inputs: Inputs, template: Template) -> dict[str, Any]:
-    """Give pairs, splits and rationales; the certificate of disjointness goes into the manifest."""
+    """Give pairs, splits and rationales; the certificate of disjointness goes into the manifest.
+
+    Refuses a tokenizer that genrm's verdict can't be read with, before any model is trained.
+    """
     config = context.config
+    if config.method is Method.GENRM:
+        template.letters(prompts.OPENING, prompts.CLOSING)
     budget = config.model.max_len - config.sample.max_tokens
     reading = combine([_read(source, inputs) for source in config.data.sources])
     suites = {source.name: _read(source, inputs) for source in config.data.suites}
@@ -130,7 +137,7 @@ def prompt_lengths(pairs: pa.Table, config: RunConfig, template: Template) -> pa
     """Count the prompt tokens of each pair, in the order that makes the longer prompt."""
     lengths = []
     for order in Order:
-        rendered = prompts.render(pairs, [str(order)] * pairs.num_rows, config.prompt)
+        rendered = prompts.render(pairs, [str(order)] * pairs.num_rows, prompts.worded(config))
         lengths.append([len(ids) for ids in template.prompts(rendered.column("prompt").to_pylist())])
     return pa.array([max(both) for both in zip(*lengths, strict=True)], pa.int64())
 

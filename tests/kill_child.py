@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = {
     "sample": {"n": 2, "shard_pairs": 8},
     "evaluate": {"votes": 1, "dev_votes": 1, "base": False},
     "pairs": {"data": "cumulative"},
+    "rationalize": {"failures": True},
 }
 
 

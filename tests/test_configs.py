@@ -114,6 +114,11 @@ def test_what_a_preset_leaves_to_the_user_is_named_in_one_sentence(name):
     only(refused(name), "data.sources.0.path", "preference pairs", "--set data.sources.0.path=")
 
 
+@pytest.mark.parametrize("method", ["star-sft", "star-dpo", "star-rationalizer", "genrm"])
+def test_the_demo_runs_with_every_method(method):
+    assert load_config("demo", [f"method={method}"]).method == method
+
+
 def test_presets_are_listed_and_a_misspelt_one_is_guessed():
     assert {"demo", "star-dpo", "star-sft"} <= set(presets())
     only(refused("star-dop"), "star-dop", "did you mean `star-dpo`?")
@@ -217,7 +222,7 @@ def test_numbers_and_words_mean_what_a_person_means(tmp_path):
         ("train: {learning_rate: 0}", ["above 0"]),
         ("train:", ["train (", "is empty"]),
         ("train: 3", ["must be a section of keys"]),
-        ("method: star-ppo", ["'star-sft', 'star-dpo'", "did you mean `star-dpo`?"]),
+        ("method: star-ppo", ["'star-sft', 'star-dpo', 'star-rationalizer', 'genrm'", "did you mean `star-dpo`?"]),
         ("train: {schedule: cosin}", ["did you mean `cosine`?"]),
         ("sample: {stop: end}", ["must be a list"]),
         ("nmae: x", ["nmae (", "did you mean `name`?"]),
@@ -349,7 +354,31 @@ LORA = "train.lora={r: 8}"
         (["evaluate.temperature=0", "evaluate.votes=1"], "evaluate.dev_votes", "one vote"),
         (["sample.n=2", "sample.temperature=0"], "sample.temperature", "same text"),
         (["method=star-dpo"], "sample.n", "2 or more"),
+        (["method=star-dpo", "sample.n=2", "select.keep_per_pair=2"], "select.keep_per_pair", "pairs.max_per_pair"),
         (["method=star-dpo", "sample.n=2", "select.min_right=1"], "select.min_right", "star-dpo"),
+        (["method=genrm", "select.keep_per_pair=2"], "select.keep_per_pair", "every pair"),
+        (["method=genrm", "select.min_right=0.5"], "select.min_right", "every pair"),
+        (["method=genrm", "select.max_right=0.5"], "select.max_right", "every pair"),
+        (["method=genrm", "select.balance=true"], "select.balance", "every pair"),
+        (["method=genrm", "gate.min_parse_rate=0.5"], "gate.min_parse_rate", "no verdict to parse"),
+        (["method=genrm", "train.reference=previous"], "train.reference", "genrm"),
+        (["method=star-rationalizer", "select.min_right=0.5"], "select.min_right", "set 0"),
+        (["method=star-rationalizer", "select.max_right=0.5"], "select.max_right", "set 1"),
+        (["method=star-rationalizer", "rationalize.failures=true"], "rationalize.failures", "every pair"),
+        (["method=genrm", "rationalize.failures=true"], "rationalize.failures", "samples nothing"),
+        (["method=star-dpo", "sample.n=2", "rationalize.failures=true"], "rationalize.failures", "off-policy"),
+        (["rationalize={failures: true, off_policy_chosen: true}"], "rationalize.off_policy_chosen", "star-dpo"),
+        (
+            ["method=star-dpo", "sample.n=2", "rationalize.off_policy_chosen=true"],
+            "rationalize.off_policy_chosen",
+            "set",
+        ),
+        (["rationalize.failures=true", "select.min_right=0.1"], "select.min_right", "every pair that failed"),
+        (["rationalize.n=2"], "rationalize.n", "rationalize.failures"),
+        (["rationalize.max_share=0.3"], "rationalize.max_share", "rationalize.failures"),
+        (["rationalize.max_share=1"], "rationalize.max_share", "below 1"),
+        (["rationalize.hint='Say why.'"], "rationalize.hint", "lacks {verdict}"),
+        (["rationalize.hint='{verdict}, since {gold}'"], "rationalize.hint", "unknown placeholder {gold}"),
         (["train.per_device_batch=3"], "train.per_device_batch", "divisor"),
         ([LORA], "train.learning_rate", "LoRA"),
         ([LORA, "train.learning_rate=9e-6"], "train.learning_rate", "9e-06"),
@@ -448,7 +477,12 @@ def test_contradictions_name_the_key(tmp_path, monkeypatch, overrides, key, word
         ["store=/abs/path"],
         ["evaluate={temperature: 0, votes: 1, dev_votes: 1}"],
         ["method=star-dpo", "sample.n=2", "train.reference=previous"],
+        ["method=star-dpo", "sample.n=2", "select.keep_per_pair=null"],
         ["split.dev=0", "gate.on_worse=continue"],
+        ["method=star-rationalizer", "select.balance=true", "select.keep_per_pair=2"],
+        ["rationalize={failures: true, n: 2, max_share: 0.3}"],
+        ["method=star-dpo", "sample.n=2", "rationalize={failures: true, off_policy_chosen: true}"],
+        ["method=genrm", "prompt.user='{prompt} {response_a} {response_b}'"],
         ["data.sources.0={name: a, path: 's3://bucket/key.parquet'}"],
         ["data.sources.0={name: a, hub: who/what, revision: " + "c" * 40 + ", split: train, format: chosen}"],
         ["data.sources.0={name: a, path: 's3://bucket/x', file: csv, columns: {prompt: question}}"],

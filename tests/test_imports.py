@@ -46,7 +46,9 @@ STEPS = {
     f"tasks.{name}"
     for name in (
         "bootstrap",
+        "indicators",
         "sample",
+        "rationalize",
         "evaluate",
         "parity",
         "score",
@@ -62,7 +64,10 @@ STEPS = {
 SHARED = {
     ("tasks.bootstrap", "tasks.pairs"),
     ("tasks.bootstrap", "tasks.split"),
+    ("tasks.indicators", "tasks.pairs"),
+    ("tasks.indicators", "tasks.split"),
     ("tasks.evaluate", "tasks.sample"),
+    ("tasks.rationalize", "tasks.sample"),
     *((step, "tasks.models") for step in STEPS - {"tasks.models"}),
 }
 # What walks all steps: nothing below it may import it.

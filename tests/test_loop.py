@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pytest
 import small
+from finished import Finished, finish
 
-from flows.iteration import star
 from storage.errors import StepFailedError
 from storage.schema import JUDGMENT_ID
 from tasks.engines.scripted import ScriptedEngine
@@ -22,51 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from storage.manifest import Manifest
-    from storage.store import Store
     from tasks.engines.base import Response
-    from tasks.run import Checkpoint, Run
 
 ID = list(JUDGMENT_ID)
-
-
-@dataclass
-class Finished:
-    """Hold a finished run: its judge, and its steps in the order in which they were committed."""
-
-    store: Store
-    run: Run
-    judge: Checkpoint
-    events: list[dict[str, Any]]
-
-    @cached_property
-    def manifests(self) -> dict[tuple[int, str, str], Manifest]:
-        found = {}
-        for one in self.events:
-            manifest = self.store.manifest(one["key"])
-            assert manifest is not None
-            found[one["iteration"], one["step"], one["label"]] = manifest
-        return found
-
-    def rows(self, iteration: int, step: str, artifact: str) -> pl.DataFrame:
-        return pl.DataFrame(self.store.read(self.manifests[iteration, step, ""].artifact(artifact)))
-
-    @cached_property
-    def sets(self) -> dict[str, set[str]]:
-        """The pair ids of each set."""
-        splits = self.rows(0, "split", "splits").filter(pl.col("split") != "dropped")
-        return {str(name): set(rows["pair_id"]) for (name,), rows in splits.group_by("split")}
-
-    @property
-    def iterations(self) -> range:
-        return range(1, self.run.config.iterations + 1)
-
-
-def finish(folder: Path, **changes: Any) -> Finished:
-    events: list[dict[str, Any]] = []
-    described = small.config(folder, **changes)
-    store, run = small.start(described, listen=lambda one: events.append(dict(one)) if one["event"] == "step" else None)
-    return Finished(store, run, star(run), events)
 
 
 @pytest.fixture(scope="module", autouse=True)

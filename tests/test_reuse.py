@@ -363,6 +363,8 @@ def others(field: FieldInfo, value: Any) -> Iterator[Any]:
 HUB_SOURCE = {"name": "far", "hub": "who/what", "revision": "1" * 40, "config": "default", "split": "train"}
 BASES: dict[str, dict[str, Any]] = {
     "star-sft": {"iterations": 2, "pairs": {"data": "cumulative"}, "sample": {"stop": ["</s>"]}},
+    "rationalized": {"iterations": 1, "bootstrap": None, "rationalize": {"failures": True}},
+    "star-rationalizer": {"iterations": 1, "method": "star-rationalizer"},
     "star-dpo": {"iterations": 2, "method": "star-dpo", "bootstrap": None, "train": {"init_from": "previous"}},
     "hub": {
         "iterations": 1,

@@ -90,8 +90,8 @@ class Template(Protocol):
         """Encode text without special tokens."""
         ...
 
-    def letters(self) -> tuple[int, int]:
-        """Give the token ids of A and B after `[[`."""
+    def letters(self, opening: str = "x [[", closing: str = "") -> tuple[int, int]:
+        """Give the token ids of A and B between two texts."""
         ...
 
 

@@ -26,7 +26,7 @@ class ScriptedTemplate:
         """Give the UTF-8 bytes."""
         return list(text.encode())
 
-    def letters(self) -> tuple[int, int]:
+    def letters(self, opening: str = "x [[", closing: str = "") -> tuple[int, int]:
         """Give the bytes of A and B."""
         return ord("A"), ord("B")
 

@@ -39,15 +39,16 @@ class ChatTemplate:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def letters(self) -> tuple[int, int]:
-        """Give the token ids of A and B after `[[`; DataError where a letter is no token of its own there."""
-        opening = self.encode("x [[")
+    def letters(self, opening: str = "x [[", closing: str = "") -> tuple[int, int]:
+        """Give the token ids of A and B between two texts; DataError where a letter is no token of its own there."""
+        before = self.encode(opening)
         found = []
         for letter in "AB":
-            ids = self.encode(f"x [[{letter}")
-            if len(ids) != len(opening) + 1 or ids[:-1] != opening:
+            ids = self.encode(f"{opening}{letter}")
+            whole = self.encode(f"{opening}{letter}{closing}")
+            if len(ids) != len(before) + 1 or ids[:-1] != before or whole[: len(ids)] != ids:
                 raise DataError(
-                    f"{self.tokenizer.name_or_path}: `{letter}` after `[[` is not one token of this tokenizer; "
+                    f"{self.tokenizer.name_or_path}: `{letter}` in `[[{letter}]]` is not one token of this tokenizer; "
                     "the forced choice can't be read, choose another model"
                 )
             found.append(ids[-1])

@@ -1,4 +1,4 @@
-"""Run one engine session: parity · evaluate dev · gate · sample, while test and suites fill the queue."""
+"""Run one engine session: parity · evaluate dev · gate · sample · rationalize, while test and suites fill the queue."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from configs.run import Method
 from storage.errors import StepFailedError
 from storage.schema import part
-from tasks import evaluate, gate, parity, sample, score, split
+from tasks import evaluate, gate, parity, rationalize, sample, score, split
 from tasks.generation import Generation, Questions
 from tasks.models import Model
 from tasks.step import Context, NotCommittedError, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from storage.manifest import Manifest
     from tasks.engines.base import Engine
@@ -69,10 +70,15 @@ class SessionPlan:
 
 @dataclass(frozen=True)
 class SessionResult:
-    """Hold what a session committed: dev score (None without dev pairs) and samples (None where none were asked)."""
+    """Hold what a session committed: dev score (None without dev pairs), completions, and what the gate said.
 
-    dev: Manifest | None
-    samples: Manifest | None
+    `completions` has the step of the samples first, then that of the failed pairs that were asked again with the answer
+    shown; it is empty where nothing is sampled.
+    """
+
+    dev: Manifest | None = None
+    completions: tuple[Manifest, ...] = ()
+    goes_on: bool = True
 
 
 class Session:
@@ -127,29 +133,23 @@ class Session:
 
     def _run(self) -> SessionResult:
         self._check_parity()
-        dev = self._evaluate("judge", "dev", self.config.evaluate.dev_votes) if self._split.size("dev") else []
+        dev = self._evaluate("judge", "dev") if self._split.size("dev") else []
         later = self._ask_suites()
         self._finish(dev)
         dev_score = self._score("judge", "dev", dev) if dev else None
         decision = self._gate(dev_score)
-        samples = None
-        if self.plan.sample and decision.facts["decision"] == "go":
-            asked = self._sample()
-            self._finish([asked])
-            samples = asked.manifest
+        goes_on = decision.facts["decision"] == "go"
+        written = tuple(self._write()) if self.plan.sample and goes_on else ()
         self._score_suites(later)
-        return SessionResult(dev_score, samples)
+        return SessionResult(dev_score, written, goes_on)
 
     def _run_baseline(self, later: Mapping[tuple[str, str], list[Asked]]) -> SessionResult:
         """Evaluate the untrained base, which is neither gated nor sampled."""
         self._score_suites(later)
-        return SessionResult(None, None)
+        return SessionResult()
 
     def _ask_suites(self) -> dict[tuple[str, str], list[Asked]]:
-        votes = self.config.evaluate.votes
-        return {
-            (role, suite): self._evaluate(role, suite, votes) for role in self._models for suite in self._split.suites
-        }
+        return {(role, suite): self._evaluate(role, suite) for role in self._models for suite in self._split.suites}
 
     def _score_suites(self, later: Mapping[tuple[str, str], list[Asked]]) -> None:
         for evaluated in later.values():
@@ -174,25 +174,44 @@ class Session:
         made = parity.check_parity(probes, self.engine, model)
         return {**made, "facts": {**made["facts"], **self._facts}}
 
-    def _evaluate(self, role: str, suite: str, votes: int) -> list[Asked]:
+    def _evaluate(self, role: str, suite: str) -> list[Asked]:
         pairs, digest, model = self._split.pairs(suite), self._split.digest(suite), self._models[role]
         return [
             self._ask(
                 _labelled(evaluate.evaluate_step(self.config, digest, model, block), role, str(block)),
                 partial(evaluate.evaluate_questions, self.config, pairs, model, block),
             )
-            for block in evaluate.blocks(suite, votes)
+            for block in evaluate.blocks(self.config, suite)
         ]
 
-    def _sample(self) -> Asked:
-        name, model = part(self.plan.checkpoint + 1), self._models["judge"]
+    def _write(self) -> Iterator[Manifest]:
+        """Have rationales written, and again for the pairs that failed where the config says so."""
+        name, method = part(self.plan.checkpoint + 1), self.config.method
+        if method is Method.STAR_RATIONALIZER:
+            yield self._rationalize(self._split.pairs(name))
+        elif method is not Method.GENRM:
+            samples = self._sample(name)
+            yield samples
+            if self.config.rationalize.failures:
+                completions = self.context.store.read(samples.artifact("completions"))
+                yield self._rationalize(rationalize.failed(completions, self._split.pairs(name)))
+
+    def _sample(self, name: str) -> Manifest:
+        model = self._models["judge"]
         step = sample.sample_step(self.config, self._split.digest(name), model)
-        return self._ask(
-            step,
-            lambda: sample.sample_questions(self.config, self._split.pairs(name), model),
-            iteration=self.plan.checkpoint + 1,
-            first=True,
-        )
+        return self._written(step, lambda: sample.sample_questions(self.config, self._split.pairs(name), model))
+
+    def _rationalize(self, pairs: pa.Table) -> Manifest:
+        model = self._models["judge"]
+        step = rationalize.rationalize_step(self.config, pairs, model)
+        if pairs.num_rows == 0:
+            return self.context.ensure(step, rationalize.nothing, iteration=self.plan.checkpoint + 1)
+        return self._written(step, lambda: rationalize.rationalize_questions(self.config, pairs, model))
+
+    def _written(self, step: Step, questions: Callable[[], Questions]) -> Manifest:
+        asked = self._ask(step, questions, iteration=self.plan.checkpoint + 1, first=True)
+        self._finish([asked])
+        return asked.committed
 
     def _ask(
         self, step: Step, questions: Callable[[], Questions], *, iteration: int | None = None, first: bool = False
@@ -250,11 +269,13 @@ class Session:
 
     def _score(self, role: str, suite: str, asked: Sequence[Asked]) -> Manifest:
         evaluated = [one.committed for one in asked]
-        step = _labelled(score.score_step(evaluated, self._split.manifest, suite), role, suite)
+        artifact = evaluate.artifact(self.config)
+        make = score.make_score if artifact == "completions" else score.make_choice_score
+        step = _labelled(score.score_step(evaluated, self._split.manifest, suite, artifact=artifact), role, suite)
 
         def compute() -> dict[str, Any]:
-            tables = [self.context.store.read(one.artifacts["completions"]) for one in evaluated]
-            return score.make_score(pa.concat_tables(tables), self._split.pairs(suite), suite)
+            tables = [self.context.store.read(one.artifacts[artifact]) for one in evaluated]
+            return make(pa.concat_tables(tables), self._split.pairs(suite), suite)
 
         return self.context.ensure(step, compute, iteration=self.plan.checkpoint)
 

@@ -41,9 +41,12 @@ class Matched(NamedTuple):
 
 
 def match(selected: pa.Table, config: PairsConfig, *, seed: int) -> Matched:
-    """Match up to `max_per_pair` rows a pair, checkpoint and order; see `tasks.pairs.dpo_rows`."""
+    """Match up to `max_per_pair` rows a pair, checkpoint and order; see `tasks.pairs.dpo_rows`.
+
+    A hinted one is chosen in one row, so that the share that selection left them holds for rows too.
+    """
     sides = _sides(selected, seed)
-    limit = pl.lit(config.max_per_pair, pl.Int64)
+    limit = pl.when("rationalized").then(1).otherwise(config.max_per_pair).cast(pl.Int64)
     rows = _combined(sides, "rejected", limit)
     made = rows.group_by("asked").agg(pl.len().cast(pl.Int64).alias("made"))
     spare = _combined(sides.join(made, on="asked", how="left"), "unparsed", limit - pl.col("made").fill_null(0))
@@ -63,6 +66,7 @@ def _sides(selected: pa.Table, seed: int) -> pl.DataFrame:
     return (
         rows.sort("lot", *JUDGMENT_ID)
         .with_columns(pl.int_range(pl.len(), dtype=pl.Int64).over("asked", "side").alias("place"))
+        .with_columns(((pl.col("side") == "chosen") & pl.col("hinted")).any().over("asked").alias("rationalized"))
         .with_columns(*((pl.col("side") == side).sum().over("asked").cast(pl.Int64).alias(side) for side in _COUNTED))
     )
 

@@ -15,11 +15,15 @@ from tasks.judge.draw import hash_bits
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from configs.run import PromptConfig
+    from configs.run import PromptConfig, RunConfig, SampleOrder
+
+# configs.run is imported where it is used: who only looks into data needs no description of a run.
 
 VERSION = 1
 
 Message = dict[str, str]
+
+OPENING, CLOSING = "[[", "]]"  # of a verdict
 
 _PLACEHOLDER = re.compile(r"\{(prompt|response_a|response_b)\}")
 _LABELS = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -41,6 +45,16 @@ def _label(role: str) -> str:
     return _LABELS.get(role, role.capitalize())
 
 
+def worded(config: RunConfig) -> PromptConfig:
+    """Give the wording of a run's judge; where it gives no reasons (genrm), few-shot examples show none."""
+    from configs.run import Method
+
+    if config.method is not Method.GENRM:
+        return config.prompt
+    shots = tuple(shot.model_copy(update={"rationale": ""}) for shot in config.prompt.few_shot)
+    return config.prompt.model_copy(update={"few_shot": shots})
+
+
 def judge_messages(
     config: PromptConfig, prompt: Sequence[Message] | str, response_a: str, response_b: str
 ) -> list[Message]:
@@ -53,7 +67,8 @@ def judge_messages(
     for shot in config.few_shot:
         question = _fill(config.user, shot.prompt, (shot.response_a, shot.response_b))
         messages.append({"role": "user", "content": question})
-        messages.append(completion_message(f"{shot.rationale}\n\n{verdict_text(shot.verdict)}"))
+        reasons = f"{shot.rationale}\n\n" if shot.rationale else ""
+        messages.append(completion_message(f"{reasons}{verdict_text(shot.verdict)}"))
     text = prompt if isinstance(prompt, str) else conversation(prompt)
     messages.append({"role": "user", "content": _fill(config.user, text, (response_a, response_b))})
     return messages
@@ -91,9 +106,18 @@ def shown_order(seed: int, pair_ids: Sequence[str]) -> list[str]:
     return [Order.BA.value if coin else Order.AB.value for coin in coins.tolist()]
 
 
+def orders(order: SampleOrder, seed: int, pair_ids: Sequence[str]) -> dict[str, list[str]]:
+    """Give the orders that each pair is shown in for training: the one of `shown_order`, or both."""
+    from configs.run import SampleOrder
+
+    if order is SampleOrder.BOTH:
+        return {one: [str(Order.AB), str(Order.BA)] for one in pair_ids}
+    return {one: [shown] for one, shown in zip(pair_ids, shown_order(seed, pair_ids), strict=True)}
+
+
 def verdict_text(letter: str) -> str:
     """Write a verdict as the judge is asked to: `[[A]]`."""
-    return f"[[{letter}]]"
+    return f"{OPENING}{letter}{CLOSING}"
 
 
 def completion_message(text: str) -> Message:
@@ -125,7 +149,7 @@ def _messages(roles: pa.Array, contents: pa.Array, ends: Sequence[int]) -> pa.Ar
 
 def prompt_digest(config: PromptConfig) -> str:
     """Name a wording by its content and by the version of this module, for step keys."""
-    from configs.run import key_part  # here: who only looks into data needs no description of a run
+    from configs.run import key_part
 
     part: dict[str, Any] = {"version": VERSION, "prompt": key_part(config)}
     return digest_json(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from configs.run import Method
+from configs.run import LORA_MIN_LEARNING_RATE, Method
 from storage.errors import StepFailedError
 from storage.schema import SCHEMAS
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from configs.run import TrainConfig
 
-LEAST_LORA_RATE = 1e-5  # below it an adapter, whose B starts at zero, stays at its start
 PROBES = 32  # rows whose log-probs go to the parity check
 
 
@@ -97,8 +96,8 @@ def check_request(request: TrainRequest) -> None:
             f"{request.start.adapter}: all weights can't be trained from an adapter, which is never merged; "
             "set train.lora, or train.init_from to base"
         )
-    if config.lora is not None and config.learning_rate < LEAST_LORA_RATE:
+    if config.lora is not None and config.learning_rate < LORA_MIN_LEARNING_RATE:
         raise StepFailedError(
             f"train.learning_rate: {config.learning_rate:g} moves all weights, but not an adapter; "
-            f"with train.lora give {LEAST_LORA_RATE:g} or more (1e-4 is usual)"
+            f"with train.lora give {LORA_MIN_LEARNING_RATE:g} or more (1e-4 is usual)"
         )
