@@ -116,7 +116,7 @@ def _sources(config: RunConfig) -> Found:
             yield f"{other} {one}", f"holds the same pairs as {one}, so they would count twice; leave one out"
     bootstrap = config.bootstrap
     if bootstrap and bootstrap.rationales == "generator":
-        if not any(source.generator for source in config.data.sources):
+        if not any(source.generator and source.generator.rationales for source in config.data.sources):
             yield (
                 "bootstrap.rationales data.sources",
                 "`generator` needs a source with a `generator` in data.sources; name a file of rationales instead",

@@ -116,6 +116,9 @@ class SyntheticSource(Section):
     categories: tuple[Category, ...] = Field(min_length=1)
     count: int = Field(gt=0)
     seed: int = 0
+    rationales: Annotated[bool, Neutral(True)] = Field(
+        True, description="whether the pairs carry the rationales that a warm start may use"
+    )
 
 
 class DataConfig(Section):

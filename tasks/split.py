@@ -126,6 +126,8 @@ def _read(source: Source, inputs: Inputs) -> Reading:
         table = synthetic.generate(made.categories, made.count, seed=made.seed)
     except ValueError as error:
         raise DataError(f"data source {source.name}: {error}") from error
+    if not made.rationales:
+        table = table.drop_columns([name for name in table.column_names if name.startswith("rationale")])
     return formats.read_pairs(table, name=source.name)
 
 

@@ -239,6 +239,20 @@ def test_cumulative_sft_rows_hold_all_so_far(tmp_path: Path) -> None:
     assert done.manifests[2, "train", ""].counts["in"] == two.height
 
 
+def test_a_warm_start_takes_the_pairs_that_have_rationales(tmp_path: Path) -> None:
+    untaught = {"categories": ["number"], "count": 60, "rationales": False}
+    sources = [
+        {"name": "taught", "generator": {"categories": ["capitals", "question"], "count": 60}},
+        {"name": "untaught", "generator": untaught},
+    ]
+    done = finish(tmp_path, iterations=1, data={"sources": sources, "suites": []})
+    splits = done.rows(0, "split", "splits")
+    by_split = {str(name): set(rows["source"]) for (name,), rows in splits.group_by("split")}
+    assert by_split["bootstrap"] == {"taught"}
+    assert by_split["part-1"] == by_split["test"] == {"taught", "untaught"}
+    assert done.rows(0, "bootstrap", "sft").height == 12
+
+
 def test_without_a_warm_start_the_base_judges_first(tmp_path: Path) -> None:
     done = finish(tmp_path, iterations=1, bootstrap=None, split={"bootstrap": 0})
     steps = {(one["iteration"], one["step"]) for one in done.events}
