@@ -47,7 +47,7 @@ def config(tmp_path, *overrides):
     file = tmp_path / "config.yaml"
     file.write_text(
         "model: {base: '.'}\nprompt: {user: '{prompt}{response_a}{response_b}[[A]][[B]]'}\n"
-        "data: {sources: [{name: s, generator: {categories: [a], count: 9}}]}\n"
+        "data: {sources: [{name: s, generator: {categories: [capitals], count: 9}}]}\n"
     )
     return load_config(file, overrides)
 
