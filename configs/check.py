@@ -16,6 +16,8 @@ VERDICTS = ("[[A]]", "[[B]]")
 VLLM_MAX_LORA_RANK = 512
 PACKAGE = "package:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
+VERDICT_TOKENS = 8  # `[[A]]` and the end of turn, whatever the tokenizer
+HINT_WORDS = 6  # tasks/judge/hints.py finds quotes by so many words in a row
 RESERVED = {"dev", "test", "bootstrap", "dropped"}
 
 # Arguments of vLLM that a key of ours sets: through `engine.extra` they would slip past the step keys.
@@ -263,6 +265,13 @@ def _rationalizing(config: RunConfig) -> Found:
         yield "rationalize.hint", "lacks {verdict}, the letter that it is to show; write it"
     if unknown := [name for name in names if name != "verdict"]:
         yield "rationalize.hint", f"has the unknown placeholder {{{unknown[0]}}}; there is {{verdict}}"
+    if names == ["verdict"] and len(re.findall(r"[^\W_]+", asked.hint)) < HINT_WORDS:
+        yield "rationalize.hint", f"is found in a text by {HINT_WORDS} words in a row; write at least as many"
+    if asked.failures and asked.n > 1 and config.sample.temperature == 0:
+        yield (
+            "sample.temperature rationalize.n",
+            f"0 draws the same text {asked.n} times; raise it or set n to 1",
+        )
     sampled = method in (Method.STAR_SFT, Method.STAR_DPO)
     if asked.failures and not sampled:
         why = "asks with the answer shown for every pair" if method is Method.STAR_RATIONALIZER else "samples nothing"
@@ -326,6 +335,9 @@ def _unselected(config: RunConfig) -> Found:
         if (value := getattr(config.select, name)) not in values:
             text = f"`{str(value).lower()}` means nothing to genrm, which trains on every pair; take it out"
             yield f"select.{name} method", text
+    if config.sample.max_tokens < VERDICT_TOKENS:
+        text = f"{config.sample.max_tokens} leaves no room for the trained verdict; set {VERDICT_TOKENS} or more"
+        yield "sample.max_tokens method", text
     if config.gate.min_parse_rate > 0:
         text = f"{config.gate.min_parse_rate:g} means nothing to genrm, which writes no verdict to parse; set 0"
         yield "gate.min_parse_rate method", text

@@ -149,9 +149,10 @@ def make_rows(
         rows, unused = dpo_rows(*given, config.pairs, seed=config.seed)
     else:
         rows = sft_rows(*given)
-    fresh, hinted = rows.num_rows, pc.sum(rows["chosen_hinted" if name == "dpo" else "hinted"]).as_py() or 0
+    fresh = rows.num_rows
     if config.pairs.data == "cumulative" and earlier is not None and name in earlier.artifacts:
         rows = concat(read(earlier.artifact(name)), rows)
+    hinted = pc.sum(rows["chosen_hinted" if name == "dpo" else "hinted"]).as_py() or 0
     counts = {"in": chosen.num_rows, "kept": chosen.num_rows - sum(unused.values()), "dropped": unused}
     yielded = yields(read(selected.artifact("judgments")), rows)
     return {

@@ -75,7 +75,11 @@ def outline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[int, 
     yield 0, "base", "", None
     yield 0, "split", "", None
     if config.bootstrap:
-        yield 0, "indicators" if config.method is Method.GENRM else "bootstrap", "", sizes.get(Split.BOOTSTRAP)
+        taught = sizes.get(Split.BOOTSTRAP)
+        if config.method is Method.GENRM:
+            yield from ((0, step, "", rows) for step, rows in _rows_of_iteration(config, taught))
+        else:
+            yield 0, "bootstrap", "", taught
         yield 0, "train", "", None
     for checkpoint in range(config.iterations + 1):
         yield from _session(config, sizes, checkpoint)

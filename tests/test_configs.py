@@ -379,6 +379,13 @@ LORA = "train.lora={r: 8}"
         (["rationalize.max_share=1"], "rationalize.max_share", "below 1"),
         (["rationalize.hint='Say why.'"], "rationalize.hint", "lacks {verdict}"),
         (["rationalize.hint='{verdict}, since {gold}'"], "rationalize.hint", "unknown placeholder {gold}"),
+        (["rationalize.hint='[[{verdict}]]'"], "rationalize.hint", "6 words in a row"),
+        (["method=genrm", "sample.max_tokens=1", "sample.n=1"], "sample.max_tokens", "8 or more"),
+        (
+            ["rationalize.failures=true", "rationalize.n=2", "sample.temperature=0", "sample.n=1"],
+            "sample.temperature",
+            "same text 2 times",
+        ),
         (["train.per_device_batch=3"], "train.per_device_batch", "divisor"),
         ([LORA], "train.learning_rate", "LoRA"),
         ([LORA, "train.learning_rate=9e-6"], "train.learning_rate", "9e-06"),

@@ -92,6 +92,15 @@ def test_messages_in_a_csv_cell(tmp_path: Path) -> None:
     assert check(read_pairs(tmp_path / "x.csv", name="x")).pairs == expected
 
 
+def test_a_csv_cell_that_only_looks_like_messages(tmp_path: Path) -> None:
+    asked = {"prompt": "give me JSON", "response_a": '[{"a": 1}]', "response_b": "[{", "label": "A"}
+    python = {**asked, "prompt": "[{'content': 'q', 'role': 'user'}]"}
+    (tmp_path / "x.csv").write_text(csv_text([asked, python]))
+    reading = read_pairs(tmp_path / "x.csv", name="x")
+    assert {reading.pairs[name][0].as_py() for name in ("response_a", "response_b")} == {'[{"a": 1}]', "[{"}
+    assert reasons(reading) == [Reason.BAD_JSON]
+
+
 def test_bad_csv_rows_have_a_reason(tmp_path: Path) -> None:
     lines = [
         b"prompt,response_a,response_b,label",

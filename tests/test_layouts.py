@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, get_args
 
 import pyarrow as pa
@@ -221,6 +222,9 @@ def test_equal_scores_are_a_tie() -> None:
         {"reason": "tie", "detail": "score_chosen and score_rejected are both 8.0"}
     ]
     assert read(row | {"score_rejected": None}).pairs.num_rows == 1
+    written = read(row | {"score_chosen": "8.0", "score_rejected": "8"})  # as a CSV file has them
+    assert written.counts["dropped"] == {"tie": 1}
+    assert read(row | {"score_chosen": "good", "score_rejected": "good"}).pairs.num_rows == 1
 
 
 def parts(*texts: str) -> list[dict[str, str]]:
@@ -334,6 +338,8 @@ def test_arena_rows_of_several_turns() -> None:
         ((1, 0, 0), Reason.TIE),
         ((1, 2, None), Reason.TIE),
         ((1, None, None), "A"),
+        (("2", "", "2"), "B"),
+        ((2, math.nan, 2), "B"),
         ((0, 0, 0), Reason.TIE),
         ((1, 1, 7), Reason.BAD_LABEL),
         ((None, None, None), Reason.MISSING_FIELD),
@@ -392,6 +398,26 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     assert (pair["prompt"], winner(pair), pair["subset"], pair["group"]) == ([user("q")], "good", "t", "t")
     file = jsonl(tmp_path / "x.jsonl", COLUMNED)
     assert only(read_pairs(file, name="x", form=form)) == pair
+
+
+@pytest.mark.parametrize(("label", "gold"), [("left", "A"), ("RIGHT", "B"), ("response_a", None), ("b", "B")])
+def test_a_label_may_name_the_source_s_own_columns(label: str, gold: str | None) -> None:
+    form = make_form(file=None, layout=None, columns=NAMED)
+    found = read(COLUMNED | {"who": label}, form=form)
+    assert found.pairs["gold"].to_pylist() == ([gold] if gold else [])
+
+
+def test_two_label_columns_are_a_doubt_until_one_is_named() -> None:
+    row = {"prompt": "q", "response_a": "good", "response_b": "bad", "label": "B", "winner": "A"}
+    with pytest.raises(DataError, match=r"has both .*label and .*winner: say which by `format` or `columns`"):
+        read(row)
+    named = make_form(file=None, layout=None, columns={"label": "winner"})
+    assert winner(only(read(row, form=named))) == "good"
+
+
+def test_a_named_sharegpt_needs_no_other_column_to_be_gone() -> None:
+    row = LAYOUTS["sharegpt"][0] | {"question": None}
+    assert winner(only(read(row, form=Form(layout=Layout.SHAREGPT)))) == "good"
 
 
 def test_a_column_named_for_another_label() -> None:

@@ -24,7 +24,7 @@ Other columns are left alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ import pyarrow as pa
 
 from storage.errors import DataError
 from tasks.data.files import FileKind, open_file, open_table
-from tasks.data.layouts import OWN, Layout, detect, wanted_columns
+from tasks.data.layouts import LABELS, OWN, Layout, detect, wanted_columns
 from tasks.data.pairing import Entry, clean
 from tasks.data.reading import Reading, combine, make_reading
 from tasks.data.reasons import BadRow, Reason
@@ -91,6 +91,8 @@ def read_pairs(origin: Path | str | pa.Table, *, name: str, form: Form | None = 
     columns = _renamed(found, form, where)
     records = [_rename(record, form) for _, record in head if not isinstance(record, BadRow)]
     shape = detect(columns, records, where=where, wanted=form.layout)
+    first, second = shape.responses
+    shape = replace(shape, called=(form.columns.get(first, first), form.columns.get(second, second)))
     carried = [column for column in columns if column == "id" or _argues(column, shape)]
     entries: list[tuple[int, Entry]] = []
     bad: list[tuple[int, BadRow]] = []
@@ -119,7 +121,7 @@ def _renamed(columns: Sequence[str], form: Form, where: str) -> list[str]:
         if theirs not in columns:
             found = ", ".join(ascii(column)[1:-1][:40] for column in columns[:20])
             raise DataError(f"{where} has no column {theirs!r} to take as `{ours}`; it has {found}.")
-    hidden = {*form.columns.values(), *form.columns}
+    hidden = {*form.columns.values(), *form.columns, *(LABELS if "label" in form.columns else ())}
     return [*form.columns, *(column for column in columns if column not in hidden)]
 
 

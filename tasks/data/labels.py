@@ -38,9 +38,17 @@ def one_hot(record: Mapping[str, object], columns: Sequence[str]) -> str:
     return "A" if marks[0] else "B"
 
 
+def score(value: object) -> float | None:
+    """Give a score as a number, also one written as text (CSV); None where it is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else None
+    except ValueError:
+        return None
+
+
 def majority(record: Mapping[str, object], columns: Sequence[str], responses: tuple[str, str]) -> str:
     """Give what more than half of the annotators say; who says nothing doesn't count."""
-    given = [column for column in columns if record.get(column) is not None]
+    given = [column for column in columns if _says(record.get(column))]
     if not given:
         raise BadRow(Reason.MISSING_FIELD, ", ".join(columns))
     votes = Counter(_vote(field(record, column), column, responses) for column in given)
@@ -49,6 +57,10 @@ def majority(record: Mapping[str, object], columns: Sequence[str], responses: tu
         counted = ", ".join(f"{name} {votes[name]}" for name in ("A", "B", "tie"))
         raise BadRow(Reason.TIE, f"no majority for a response: {counted}")
     return verdict
+
+
+def _says(value: object) -> bool:
+    return not (value is None or value == "" or (isinstance(value, float) and math.isnan(value)))
 
 
 def _vote(value: object, name: str, responses: tuple[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from storage.errors import DataError
 from tasks.data import labels
-from tasks.data.messages import field, is_transcript, text, transcript, turns
+from tasks.data.messages import field, is_transcript, optional, text, transcript, turns
 from tasks.data.reasons import BadRow, Reason
 
 if TYPE_CHECKING:
@@ -64,13 +64,15 @@ KNOWN = {
 class Shape:
     """Say in which columns a layout has its parts.
 
-    prompt: none where the responses begin with it. labels: none where the first response is the better one.
+    prompt: none where the responses begin with it. labels: none where the first response is the better one. called:
+    the response columns by the names that a label may use, where the source calls them otherwise.
     """
 
     layout: Layout
     prompt: tuple[str, ...]
     responses: tuple[str, str] = CHOSEN
     labels: tuple[str, ...] = ()
+    called: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         return f"{self.layout}: {', '.join(self.columns)}"
@@ -85,12 +87,12 @@ class Shape:
         if self.layout is Layout.ONE_HOT:
             return labels.one_hot(record, self.labels)
         if self.layout is Layout.ANNOTATORS:
-            return labels.majority(record, self.labels, self.responses)
+            return labels.majority(record, self.labels, self.called or self.responses)
         if self.labels:
-            return labels.winner(record, self.labels[0], self.responses)
-        scores = [record.get(name) for name in SCORES]
-        if all(isinstance(score, int | float) for score in scores) and scores[0] == scores[1]:
-            raise BadRow(Reason.TIE, f"{' and '.join(SCORES)} are both {scores[0]!a}")
+            return labels.winner(record, self.labels[0], self.called or self.responses)
+        scores = [labels.score(record.get(name)) for name in SCORES]
+        if scores[0] is not None and scores[0] == scores[1]:
+            raise BadRow(Reason.TIE, f"{' and '.join(SCORES)} are both {record[SCORES[0]]!a}")
         return "A"
 
     def sides(self, record: Mapping[str, object]) -> tuple[Messages | None, Messages, Messages]:
@@ -98,7 +100,8 @@ class Shape:
         first, second = self.responses
         if self.layout is Layout.TRANSCRIPT:
             return None, transcript(field(record, first), first), transcript(field(record, second), second)
-        if self.layout is Layout.ONE_HOT and (asked := _texts(record.get(self.prompt[0]))) is not None:
+        asked = _texts(record.get(self.prompt[0])) if self.layout is Layout.ONE_HOT else None
+        if asked is not None and _texts(record.get(first)) is not None:
             return None, _dialogue(asked, record, first), _dialogue(asked, record, second)
         one, two = (turns(field(record, name), name, "assistant") for name in (first, second))
         return self._prompt(record), one, two
@@ -113,7 +116,7 @@ class Shape:
             return None
         name, *more = self.prompt
         asked = turns(field(record, name), name, "user")
-        added = [text(record[column], column) for column in more if record.get(column) is not None]
+        added = [optional(record, column) for column in more]
         if any(added) and len(asked) == 1:
             asked = ((asked[0][0], "\n\n".join([asked[0][1], *filter(None, added)])),)
         return asked
@@ -145,19 +148,26 @@ def detect(
 
     Columns that fit two layouts equally are refused.
     """
-    shapes = [shape for shape in _shapes(columns, records) if wanted is None or shape.layout is wanted]
+    shapes = [shape for shape in _shapes(columns, records, wanted) if wanted is None or shape.layout is wanted]
     if not shapes:
         raise _no_layout(columns, where, wanted)
     fits = [_fit(shape, records) for shape in shapes]
     best = shapes[fits.index(max(fits))]
-    again = {shape.responses: shape for shape, fit in zip(shapes, fits, strict=True) if fit == max(fits)}
-    if len(again) > 1:
-        both = " and ".join(", ".join((*shape.responses, *shape.labels)) for shape in list(again.values())[:2])
-        raise DataError(f"{where} has both {both}: say which by `format`, or remove the columns of one of them.")
+    equal = [shape for shape, fit in zip(shapes, fits, strict=True) if fit == max(fits)]
+    rivals = [one for one in equal if one.responses != best.responses or _other_label(one, best)]
+    if rivals:
+        both = " and ".join(", ".join((*shape.responses, *shape.labels)) for shape in (best, rivals[0]))
+        raise DataError(
+            f"{where} has both {both}: say which by `format` or `columns`, or remove the columns of one of them."
+        )
     return best
 
 
-def _shapes(columns: Sequence[str], records: Sequence[Mapping[str, object]]) -> Iterable[Shape]:
+def _other_label(one: Shape, best: Shape) -> bool:
+    return one.layout is best.layout is Layout.LABELLED and one.labels != best.labels
+
+
+def _shapes(columns: Sequence[str], records: Sequence[Mapping[str, object]], wanted: Layout | None) -> Iterable[Shape]:
     """Give the layouts that the columns allow, the more special ones first."""
     prompt = _prompt_columns(columns)
     if set(CHOSEN) <= set(columns):
@@ -165,7 +175,7 @@ def _shapes(columns: Sequence[str], records: Sequence[Mapping[str, object]]) -> 
         if told and 2 * sum(all(is_transcript(record.get(name)) for name in CHOSEN) for record in told) > len(told):
             yield Shape(Layout.TRANSCRIPT, ())
         for layout, names in CONVERSATIONS.items():
-            if not prompt or layout is Layout.TRAJECTORY:
+            if not prompt or layout in (Layout.TRAJECTORY, wanted):
                 yield from (Shape(layout, (name,)) for name in names if name in columns)
         if prompt or _is_list(CHOSEN[0], records):
             yield Shape(Layout.CHOSEN, prompt)

@@ -147,14 +147,17 @@ def _csv_row(fields: Sequence[str], header: Sequence[str]) -> Mapping[str, objec
 
 
 def _cell(field: str) -> object:
-    """Give a cell's text; one that holds the JSON of a list of objects is that list."""
-    if field.startswith("[{"):
-        try:
-            value = json.loads(field)
-        except (ValueError, RecursionError):
-            return field
-        return value if isinstance(value, list) else field
-    return field
+    """Give a cell's text; one that holds the JSON of a list of messages is that list, and its Python is no text."""
+    if not field.startswith("[{"):
+        return field
+    if re.match(r"\[\{'(?:role|content|from|value)': ", field):
+        return BadRow(Reason.BAD_JSON, "messages as Python writes them; write JSON, or the file as Parquet")
+    try:
+        value = json.loads(field)
+    except (ValueError, RecursionError):
+        return field
+    messages = isinstance(value, list) and all(isinstance(one, dict) and {"role", "from"} & set(one) for one in value)
+    return value if messages else field
 
 
 def one_line(error: Exception) -> str:
