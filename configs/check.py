@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from configs.run import LORA_MIN_LEARNING_RATE, EngineKind, Method, RationalizeConfig, RunConfig, Source
+from configs.run import HINT_WORDS, LORA_MIN_LEARNING_RATE, EngineKind, Method, RationalizeConfig, RunConfig, Source
 
 PLACEHOLDERS = ("prompt", "response_a", "response_b")
 VERDICTS = ("[[A]]", "[[B]]")
@@ -17,7 +17,6 @@ VLLM_MAX_LORA_RANK = 512
 PACKAGE = "package:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 VERDICT_TOKENS = 8  # `[[A]]` and the end of turn, whatever the tokenizer
-HINT_WORDS = 6  # tasks/judge/hints.py finds quotes by so many words in a row
 RESERVED = {"dev", "test", "bootstrap", "dropped"}
 
 # Arguments of vLLM that a key of ours sets: through `engine.extra` they would slip past the step keys.

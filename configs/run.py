@@ -95,6 +95,9 @@ class Source(Section):
         return self
 
 
+HINT_WORDS = 6  # so many words of the hint in a row are a quote of it
+
+
 class Category(StrEnum):
     """Name a rule of `tasks/data/synthetic.py` by which one answer is better."""
 

@@ -92,7 +92,7 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
         again = f"Go on with: starwheel resume {run_id}{where}"
         if isinstance(stop, DataError):
             again = (
-                f"Mend the file and go on with: starwheel resume {run_id}{where} - or mend the configuration and "
+                f"Mend the file and go on with: starwheel resume {run_id}{where}; or mend the configuration and "
                 "`starwheel run` it again, what is done is reused"
             )
         click.echo(f"\n{run_id} stopped; what is committed stays. {again}", err=True)

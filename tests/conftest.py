@@ -178,3 +178,11 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 def _client(url: str) -> Any:
     config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}, max_pool_connections=32)
     return botocore.session.get_session().create_client("s3", endpoint_url=url, config=config)
+
+
+@pytest.fixture(scope="module")
+def no_fsync() -> Iterator[None]:
+    """Leave out what guards against power cuts, for tests that make none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield

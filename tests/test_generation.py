@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,12 +24,14 @@ from tasks.judge import verdict
 from tasks.step import Context, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from storage.manifest import Manifest
     from tasks.engines import base
     from tasks.engines.base import Request
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 STEP = Step("sample", 1, {"pairs": "some", "model": "m"}, {})
 PAIRS, SHARD, DRAWS = 11, 4, 3
@@ -63,14 +64,6 @@ class Engine(ScriptedEngine):
     def pairs(self) -> set[str]:
         """The pairs whose completions were asked for."""
         return {one.tag[2] for one in self.asked if one.sampling}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_fsync() -> Iterator[None]:
-    """Leave out what guards against power cuts, which no test here makes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -22,12 +21,13 @@ from tasks.plan import make_plan
 from tasks.report import make_report, plot, results_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     import pyarrow as pa
 
     from tasks.engines.base import Request
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 GENRM: dict[str, Any] = {
     "method": "genrm",
@@ -38,14 +38,6 @@ GENRM: dict[str, Any] = {
     "split": {"bootstrap": 6},
     "sample": {"order": "both"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_fsync() -> Iterator[None]:
-    """Leave out what guards against power cuts, which no test here makes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 @pytest.fixture(scope="module")

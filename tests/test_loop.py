@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +17,13 @@ from tasks.models import Model
 from tasks.pairs import BOOTSTRAP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tasks.engines.base import Response
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
+
 ID = list(JUDGMENT_ID)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_fsync() -> Iterator[None]:
-    """Leave out what guards against power cuts, which no test here makes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 @pytest.fixture(scope="module")

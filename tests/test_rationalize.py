@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,11 @@ from tasks.plan import make_plan
 from tasks.report import make_report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tasks.engines.base import Request, Response, Text
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 ID = list(JUDGMENT_ID)
 HINT = RationalizeConfig().hint
@@ -82,14 +82,6 @@ def hint_in(request: Request) -> str | None:
     """Give the hint that a request shows."""
     asked = bytes(request.ids).decode()
     return next((hints.worded(HINT, letter) for letter in "AB" if hints.worded(HINT, letter) in asked), None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_fsync() -> Iterator[None]:
-    """Leave out what guards against power cuts, which no test here makes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 def loop(folder: Path, **changes: Any) -> tuple[Finished, list[Telling]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
     from storage.store import Store
     from tasks.engines.base import Request
+
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 ONE_ITERATION = {"iterations": 1, "evaluate": {"base": False}}
 
@@ -93,14 +94,6 @@ class Runner:
 
     def config(self, **changes: Any) -> RunConfig:
         return small.config(self.folder, **{**ONE_ITERATION, **changes})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_fsync() -> Iterator[None]:
-    """Leave out what guards against power cuts, which no test here makes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 @pytest.fixture(scope="module")

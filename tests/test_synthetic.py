@@ -5,9 +5,16 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from configs.run import Category
 from tasks.data.synthetic import IN_DISTRIBUTION, OUT_OF_DISTRIBUTION, SCHEMA, generate
 
 CATEGORIES = (*IN_DISTRIBUTION, *OUT_OF_DISTRIBUTION)
+
+
+def test_a_configuration_may_name_every_category_and_no_other() -> None:
+    assert sorted(Category) == sorted(CATEGORIES)
+
+
 ROWS = 600 * len(CATEGORIES)
 ANIMALS = re.compile(r"\b(dog|cat|horse|sheep|tiger|rabbit|mouse|goat|lion|wolf)\b")
 FRUITS = re.compile(r"\b(apple|pear|mango|grape|peach|lemon|plum|cherry|banana|melon)\b")

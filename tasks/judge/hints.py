@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from configs.run import HINT_WORDS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tasks.judge.prompts import Message
 
 VERSION = 1
-
-RUN = 6  # words in a row that are a quote of the hint
 
 # What speaks of being told, in words of its own. Rationales say `follows the instructions`, `we are told that x = 3` or
 # `the given answer` of the responses themselves; that is no leak.
@@ -39,7 +39,7 @@ def worded(hint: str, letter: str) -> str:
 
 
 def quoting(texts: pl.Series, hint: str) -> pl.Series:
-    """Say of each text whether it quotes the hint (RUN words in a row, for either letter) or speaks of being told.
+    """Say of each text whether it quotes the hint (HINT_WORDS in a row, for either letter) or speaks of being told.
 
     Upper and lower case and all that is neither letter nor digit are the same.
     """
@@ -52,4 +52,4 @@ def quoting(texts: pl.Series, hint: str) -> pl.Series:
 
 def _runs(hint: str) -> list[str]:
     words = re.sub(r"[\W_]+", " ", hint.lower()).split()
-    return [f" {' '.join(words[at : at + RUN])} " for at in range(max(len(words) - RUN, 0) + 1)]
+    return [f" {' '.join(words[at : at + HINT_WORDS])} " for at in range(max(len(words) - HINT_WORDS, 0) + 1)]
