@@ -27,13 +27,19 @@ ROOT = Path(__file__).parents[1]
 
 
 def sampling(pairs: int = 128) -> dict[str, Any]:
-    """Compare tokens a second: our session's sampling, commits included, against one bare `LLM.chat`."""
+    """Compare tokens a second: our session's sampling, commits included, against one bare `LLM.chat`.
+
+    Both run with the engine's core in a process of its own (vLLM's default) and in the job's (`engine.in_process`).
+    """
     with tempfile.TemporaryDirectory() as folder:
         described = _prepare(Path(folder), pairs)
-        rates: dict[str, list[float]] = {"bare": [], "ours": []}
+        who_where = [(who, where) for where in ("own process", "in process") for who in ("bare", "ours")]
+        rates: dict[str, list[float]] = {f"{who}, {where}": [] for who, where in who_where}
         for number in range(ROUNDS):
-            for who in ("bare", "ours"):
-                spec = json.dumps({"config": described.model_dump(mode="json"), "folder": folder, "round": number})
+            for who, where in who_where:
+                engine = described.engine.model_copy(update={"in_process": where == "in process"})
+                config = described.model_copy(update={"engine": engine}).model_dump(mode="json")
+                spec = json.dumps({"config": config, "folder": folder, "round": f"{number}, {where}"})
                 done = subprocess.run(
                     [sys.executable, "-m", "tests.bench", f"_{who}", spec],
                     capture_output=True,
@@ -43,9 +49,13 @@ def sampling(pairs: int = 128) -> dict[str, Any]:
                     env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
                 )
                 line = next(line for line in done.stdout.splitlines() if line.startswith("RATE "))
-                rates[who].append(float(line.split()[1]))
-    mean = {who: sum(found) / len(found) for who, found in rates.items()}
-    return {"tokens_per_second": rates, "ratio": mean["ours"] / mean["bare"]}
+                rates[f"{who}, {where}"].append(float(line.split()[1]))
+    mean = {name: sum(found) / len(found) for name, found in rates.items()}
+    return {
+        "tokens_per_second": rates,
+        "ours to bare": {where: mean[f"ours, {where}"] / mean[f"bare, {where}"] for _, where in who_where},
+        "in process to own process": mean["ours, in process"] / mean["ours, own process"],
+    }
 
 
 def _prepare(folder: Path, pairs: int) -> RunConfig:
@@ -103,6 +113,7 @@ def _bare(spec: dict[str, Any]) -> float:
     orders = shown_order(config.seed, pairs.column("pair_id").to_pylist())
     chats = [list(one) for one in render(pairs, orders, config.prompt).column("prompt").to_pylist()]
     os.environ.update(VLLM_CPU_KVCACHE_SPACE=str(config.engine.cpu_kv_cache_gib), VLLM_CPU_NUM_OF_RESERVED_CPU="0")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.engine.in_process else "1"
     llm = LLM(
         model=str(context.store.fetch_checkpoint(model.base)),
         dtype=config.engine.dtype,
@@ -110,6 +121,7 @@ def _bare(spec: dict[str, Any]) -> float:
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=config.model.max_len,
         generation_config="vllm",
+        **({"distributed_executor_backend": "uni"} if config.engine.in_process else {}),
         **config.engine.extra,
     )
     params = SamplingParams(
