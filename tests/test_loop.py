@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 import small
 from finished import Finished, finish
+from outer import results
 
 from storage.errors import StepFailedError
 from storage.schema import JUDGMENT_ID
@@ -88,6 +89,11 @@ def test_a_session_starts_one_engine(sft: Finished) -> None:
             starts.setdefault(iteration - (step == "sample"), set()).add(manifest.facts["engine"]["start"])
     assert [len(starts[one]) for one in range(4)] == [1, 1, 1, 1]
     assert len(set.union(*starts.values())) == 4
+
+
+def test_a_run_in_a_bucket_makes_what_a_run_in_a_folder_makes(sft: Finished, bucket: str, tmp_path: Path) -> None:
+    there = finish(tmp_path, store=f"s3://{bucket}/runs", sample={"order": "both"}, select={"keep_per_pair": 2})
+    assert results(there.store, there.run.run_id) == results(sft.store, sft.run.run_id)
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])

@@ -177,8 +177,10 @@ def kill_engine_child(event: Any, killed: list[int]) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def test_a_run_survives_a_killed_vllm_child_and_starts_no_engine_too_many(model: Path, tmp_path: Path) -> None:
-    config = described(tmp_path, model)
+def test_a_run_on_s3_survives_a_killed_vllm_child_and_starts_no_engine_too_many(
+    model: Path, tmp_path: Path, bucket: str
+) -> None:
+    config = described(tmp_path, model).model_copy(update={"store": f"s3://{bucket}/runs"})
     killed: list[int] = []
     run = open_real(config, listen=lambda event: kill_engine_child(event, killed))
     with pytest.raises(TransientError, match=r"engine|job"):
