@@ -74,7 +74,7 @@ def _prepare(folder: Path, pairs: int) -> RunConfig:
             "split.bootstrap=0",
             "split.dev=0.01",
             "split.test=0",
-            f"data.sources.0.generator.count={pairs}",
+            f"data.sources=[{{name: made, generator: {{categories: [contains, question, starts], count: {pairs}}}}}]",
             "data.suites=[]",
             "gate.on_worse=continue",
         ],
