@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig, SampleOrder
 from storage.schema import Split, part
+from tasks.earlier import Earlier, Place, learn_wording
 from tasks.evaluate import blocks
+from tasks.jobs.session import Asked, Session
 from tasks.run import DryRun
-from tasks.step import Context, Event, NotCommittedError
+from tasks.step import Context, Event, NotCommittedError, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from storage.store import Store
     from tasks.jobs.session import SessionPlan, SessionResult
+
+SHOWN = 3  # differences of a step in a plan's table; `starwheel explain` shows all
 
 
 @dataclass(frozen=True)
@@ -31,20 +36,33 @@ class Planned:
     rows: int | None
 
 
+class _LookingSession(Session):
+    """Look on past a suite that is not scored: nothing of the loop waits for it."""
+
+    def _score_suites(self, later: Mapping[tuple[str, str], list[Asked]]) -> None:
+        for (role, suite), evaluated in later.items():
+            with contextlib.suppress(NotCommittedError):
+                self._finish(evaluated)
+                self._score(role, suite, evaluated)
+
+
 class Walk(DryRun):
-    """Look on past a missing sample: the scores of the same session don't wait for it."""
+    """Look on past a missing sample too: the scores of the same session don't wait for it."""
 
     def _committed_session(self, plan: SessionPlan) -> SessionResult:
         try:
-            return super()._committed_session(plan)
+            return _LookingSession(self._context, plan, start_engine=None).run()
         except NotCommittedError:
             if plan.sample:
-                super()._committed_session(replace(plan, sample=False))
+                _LookingSession(self._context, replace(plan, sample=False), start_engine=None).run()
             raise
 
 
-def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
-    """Walk the loop `walk` (flows/iteration.py) over what is committed; the first gap and all after it are to do."""
+def make_plan(store: Store, config: RunConfig, walk: Any, earlier: Earlier | None = None) -> list[Planned]:
+    """Walk the loop `walk` (flows/iteration.py) over what is committed; what it doesn't find is to do.
+
+    The first step to do is compared with that of an `earlier` run.
+    """
     reused: dict[tuple[int, str, str], Event] = {}
 
     def heard(event: Event) -> None:
@@ -52,11 +70,11 @@ def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
             reused[event["iteration"], event["step"], event["label"]] = event
 
     run = Walk(Context(store, config, Path(config.work)), heard)
-    gap = ""
-    try:
+    with contextlib.suppress(NotCommittedError):
         walk(run)
-    except NotCommittedError as error:
-        gap = f" ({error})"
+    earlier = earlier or Earlier()
+    learn_wording(earlier.known, config)
+    missing = {Place(number, step.name, step.label): step for number, step in run.missing}
     sizes = _sizes(store, reused)
     planned, first = [], True
     for iteration, step, label, rows in outline(config, sizes):
@@ -64,10 +82,21 @@ def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
             why = f"committed as {event['key'][:12]}"
             planned.append(Planned(iteration, step, label, "reused", why, _rows(store, event)))
             continue
-        why = f"no step with this key is committed{gap}" if first else "its inputs are still to be made"
+        why, place = "its inputs are still to be made", Place(iteration, step, label)
+        if first or place in missing:
+            why = _why(missing.get(place), iteration, earlier)
         planned.append(Planned(iteration, step, label, "to do", why, rows))
         first = False
     return planned
+
+
+def _why(step: Step | None, iteration: int, earlier: Earlier) -> str:
+    """Say in what a step that is to do differs from the nearest one of an earlier run."""
+    if step is None or not earlier.runs:
+        return "no step with this key is committed"
+    against, lines = earlier.compare(step, iteration)
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return f"{f'differs from {against}: ' if against else ''}{'; '.join(lines[:SHOWN])}{more}"
 
 
 def outline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[int, str, str, int | None]]:

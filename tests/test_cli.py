@@ -114,6 +114,24 @@ def test_plan(made: Made) -> None:
     assert (0, "evaluate") not in todo
 
 
+def test_a_plan_names_what_differs(made: Made) -> None:
+    for against in ((), ("--against", made.run_id)):
+        warmer = read_json("plan", str(made.config), "--set", "sample.temperature=0.5", *against)
+        first = next(one for one in warmer if one["state"] == "to do")
+        assert first["why"].endswith("): sample.temperature 1.0 → 0.5")
+
+
+def test_explain(made: Made) -> None:
+    told = call("explain", "last", "--store", made.url)
+    assert "sample" in told
+    assert "committed as" in told
+    whole = read_json("explain", "last", "--store", made.url)
+    assert {one["state"] for one in whole["steps"]} == {"reused"}
+    assert whole["against"] == [made.run_id]
+    (sample,) = read_json("explain", "last", "sample", "--store", made.url)["steps"]
+    assert (sample["step"], sample["iteration"]) == ("sample", 1)
+
+
 def test_a_plan_starts_and_writes_nothing(made: Made) -> None:
     def content() -> set[Path]:
         return {path for path in Path(made.url).rglob("*") if ".cache" not in path.parts}
@@ -148,6 +166,8 @@ ERRORS = {
     "ambiguous run": (("resume", "twin-", "--store", "{twins}"), ("it may be twin-", ", twin-")),
     "unknown iteration": (("show", "last", "9", "--store", "{store}"), ("has no steps in iteration 9",)),
     "unknown step": (("show", "last", "1", "trian", "--store", "{store}"), ("used no step 'trian'",)),
+    "unknown step to explain": (("explain", "last", "trian", "--store", "{store}"), ("has no step `trian`",)),
+    "unknown run to plan against": (("plan", "{config}", "--against", "x-"), ("no run is named x-",)),
     "unknown key to void": (("void", "abc", "--reason", "r", "--store", "{store}"), ("no step begins with `abc`",)),
     "foreign scheme": (("ls", "--store", "gs://bucket"), ("gs://", "use s3://bucket/prefix or a folder")),
     "unknown command": (("resum", "last"), ("No such command 'resum'",)),
@@ -195,7 +215,8 @@ def blocked(*libraries: str, command: tuple[str, ...]) -> subprocess.CompletedPr
 
 
 READING = {
-    "plan": ("plan", "{config}"),
+    "plan": ("plan", "{config}", "--set", "sample.temperature=0.5"),
+    "explain": ("explain", "last", "--store", "{store}"),
     "ls": ("ls", "--store", "{store}"),
     "status": ("status", "last", "--store", "{store}"),
     "show": ("show", "last", "--store", "{store}"),

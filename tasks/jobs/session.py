@@ -218,7 +218,7 @@ class Session:
     ) -> Asked:
         """Reuse the step or put its questions into the queue, once a key; `first` goes before what waits."""
         number = self.plan.checkpoint if iteration is None else iteration
-        manifest = self.context.committed(step)
+        manifest = self.context.committed(step, iteration=number)
         if manifest is not None:
             return Asked(None, self.context.done(step, manifest, reused=True, iteration=number))
         if self._start_engine is None:
