@@ -44,13 +44,17 @@ def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool)
     """Run the loop of CONFIG (a preset or a YAML file). Committed steps of earlier runs are reused."""
     from configs.budget import fit
     from configs.load import load_config
+    from flows.iteration import star
     from storage.store import open_store
+    from tasks.outcome import freeze_plan
     from tasks.run import create_run
 
     described = load_config(config, [*_store_override(store), *overrides])
     fit(described)
     opened = open_store(described.store)
-    _run_flow(create_run(opened, described), opened.url, as_json=as_json)
+    run_id = create_run(opened, described)
+    freeze_plan(opened, run_id, described, star)
+    _run_flow(run_id, opened.url, as_json=as_json)
 
 
 @cli.command()
@@ -115,23 +119,22 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
 @AGAINST
 @JSON
 def plan(config: str, overrides: Sequence[str], store: str | None, against: str | None, as_json: bool) -> None:
-    """Show each step of CONFIG: reused or to do, and why. Starts nothing, writes nothing but a new store's format."""
+    """Show each step of CONFIG: reused or to do, why, and what it will take. Starts nothing, computes nothing."""
     from configs.load import load_config
     from flows.iteration import star
     from flows.printed import print_plan
     from flows.terminal import print_json
     from storage.store import open_store
-    from tasks.earlier import earlier_runs, read_earlier, readable
-    from tasks.plan import make_plan
+    from tasks.forecast import to_json
+    from tasks.outcome import cost_plan
 
     described = load_config(config, [*_store_override(store), *overrides])
     opened = open_store(described.store)
-    runs = [_find(opened, against)] if against else earlier_runs(opened, described.name)
-    planned = make_plan(opened, described, star, read_earlier(opened, readable(opened, runs)))
+    planned, forecast = cost_plan(opened, described, star, [_find(opened, against)] if against else [])
     if as_json:
-        print_json([vars(one) for one in planned])
+        print_json(to_json(planned, forecast))
         return
-    print_plan(planned)
+    print_plan(planned, forecast)
 
 
 @cli.command()
@@ -206,16 +209,22 @@ def status(run_id: str, store: str | None, as_json: bool) -> None:
 @click.argument("run_id", metavar="RUN")
 @click.argument("iteration", type=int, required=False)
 @click.argument("step", required=False)
+@click.option("--plan", "planned", is_flag=True, help="Show what was planned at the start against what happened.")
 @STORE
 @JSON
-def show(run_id: str, iteration: int | None, step: str | None, store: str | None, as_json: bool) -> None:
+def show(run_id: str, iteration: int | None, step: str | None, planned: bool, store: str | None, as_json: bool) -> None:
     """Show a RUN's results, the steps of an ITERATION, or the manifest of a STEP."""
-    from flows.printed import print_report
+    from flows.printed import print_outcomes, print_report
     from flows.terminal import print_json, print_table
     from tasks.history import iteration_steps, step_manifests
 
     opened = _open(store)
     run_id = _find(opened, run_id)
+    if planned:
+        from tasks.outcome import compare_plan
+
+        print_outcomes(run_id, compare_plan(opened, run_id), as_json=as_json)
+        return
     if iteration is None:
         print_report(opened, run_id, as_json=as_json)
         return

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flows.terminal import plain, print_json, print_table
+from tasks.earlier import Place
+from tasks.estimate import Estimate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from storage.store import Store
     from tasks.data.profile import Profile
+    from tasks.estimate import Range
     from tasks.explain import Explanation
+    from tasks.forecast import Forecast
+    from tasks.outcome import Outcome
     from tasks.plan import Planned
 
 
@@ -79,12 +86,102 @@ def print_report(store: Store, run_id: str, *, as_json: bool) -> None:
     print(f"engine starts: {report.engine_starts}")
 
 
-def print_plan(planned: list[Planned]) -> None:
-    """Print each step: reused or to do, and why."""
-    rows = [(one.iteration, f"{one.step} {one.label}".strip(), one.state, one.rows, one.why) for one in planned]
-    print_table(("iteration", "step", "state", "rows", "why"), rows)
+def print_plan(planned: list[Planned], forecast: Forecast) -> None:
+    """Print each step: reused or to do, why, and what it will take; then the sums, the suites and the sources."""
+    costed = {one.place: one.estimate for one in forecast.steps}
+    rows = []
+    for one in planned:
+        estimate = costed.get(Place(one.iteration, one.step, one.label), Estimate())
+        took = (_number(estimate.tokens), _seconds(estimate.seconds))
+        rows.append((one.iteration, f"{one.step} {one.label}".strip(), one.state, one.rows, *took, one.why))
+    print_table(("iteration", "step", "state", "rows", "tokens", "time", "why"), rows)
     todo = sum(one.state == "to do" for one in planned)
     print(f"{len(planned) - todo} steps reused, {todo} to do")
+    if not todo:
+        return
+    if forecast.suites():
+        suites = [_costs(suite, parts) for suite, parts in forecast.suites().items()]
+        print_table(("to do", *COSTS), [*suites, _costs("in all", forecast.totals())])
+    for source in dict.fromkeys(one.estimate.source for one in forecast.steps if one.estimate.source):
+        print(f"rates: {plain(source)}")
+    if forecast.sizes:
+        print(f"rows and prompts: {plain(forecast.sizes)}")
+    unknown = f"; not known: time of {', '.join(forecast.unknown())}" if forecast.unknown() else ""
+    print(f"engine starts: {forecast.engine_starts()}{unknown}")
+
+
+COSTS = ("prompt tokens", "tokens", "time", "GPU hours", "stored")
+
+
+def _costs(what: str, costs: Mapping[str, Range]) -> tuple[str, ...]:
+    counts = (_number(costs["prompt_tokens"]), _number(costs["tokens"]), _seconds(costs["seconds"]))
+    return (
+        f"evaluate {what}" if what != "in all" else what,
+        *counts,
+        _hours(costs["gpu_hours"]),
+        _bytes(costs["bytes"]),
+    )
+
+
+def _number(one: Range | None) -> str:
+    """Show `12 k (9 k–15 k)`."""
+    return _ranged(one, lambda value: _scaled(value, 1000, ("", " k", " M", " G", " T")))
+
+
+def _bytes(one: Range | None) -> str:
+    return _ranged(one, lambda value: f"{_scaled(value, 1024, (' ', ' ki', ' Mi', ' Gi', ' Ti'))}B")
+
+
+def _hours(one: Range) -> str:
+    return _ranged(one, lambda value: f"{value:.3g}")
+
+
+def _seconds(one: Range | None) -> str:
+    return _ranged(one, _duration)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{seconds / 3600:.1f} h"
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    at = 0
+    while value >= step and at < len(units) - 1:
+        value, at = value / step, at + 1
+    return f"{value:.3g}{units[at]}"
+
+
+def _ranged(one: Range | None, show: Callable[[float], str]) -> str:
+    if one is None:
+        return "–"
+    return show(one.value) if one.low == one.high else f"{show(one.value)} ({show(one.low)}–{show(one.high)})"
+
+
+def print_outcomes(run_id: str, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    """Print what was planned of each step beside what happened."""
+    if as_json:
+        print_json([one.to_json() for one in outcomes])
+        return
+    columns = ("iteration", "step", "tokens planned", "happened", "ratio", "seconds planned", "happened", "ratio")
+    rows = [
+        (
+            one.iteration,
+            f"{one.step} {one.label}".strip(),
+            *(_plain_number(value) for value in (one.tokens_planned, one.tokens, one.tokens_ratio)),
+            *(_plain_number(value) for value in (one.seconds_planned, one.seconds, one.seconds_ratio)),
+        )
+        for one in outcomes
+    ]
+    print_table(columns, rows, title=f"{run_id}: planned at its start, and happened")
+
+
+def _plain_number(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return f"{value:,.0f}".replace(",", " ") if value >= 1000 else f"{value:.3g}"
 
 
 def print_explanation(explanation: Explanation) -> None:

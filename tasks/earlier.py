@@ -116,12 +116,12 @@ def learn_outputs(known: Known, place: Place, manifest: Manifest) -> None:
         known.names.setdefault(Model(**manifest.facts["model"]).digest, made)
 
 
-def earlier_runs(store: Store, name: str, *, before: str | None = None) -> list[str]:
-    """Give the ids of the runs of a name, latest first; those made before the run `before`, where it is given.
+def earlier_runs(store: Store, name: str | None = None, *, before: str | None = None) -> list[str]:
+    """Give the ids of the runs of a name, or of all, latest first; with `before` those made before that run.
 
-    Lists the runs: it chooses what a step is compared with, never what is done.
+    Lists the runs: it chooses what a step is compared with and estimated by, never what is done.
     """
-    runs = [one for one in store.runs() if one.rsplit("-", 2)[0] == name]
+    runs = [one for one in store.runs() if name is None or one.rsplit("-", 2)[0] == name]
     made = sorted(runs, key=lambda run_id: run_id.rsplit("-", 2)[1:], reverse=True)
     if before in made:
         return made[made.index(before) + 1 :]

@@ -13,6 +13,7 @@ from tasks.earlier import Earlier, Place, learn_wording
 from tasks.evaluate import blocks
 from tasks.jobs.session import Asked, Session
 from tasks.run import DryRun
+from tasks.sizes import Sizes, source_sizes, split_sizes
 from tasks.step import Context, Event, NotCommittedError, Step
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ SHOWN = 3  # differences of a step in a plan's table; `starwheel explain` shows 
 
 @dataclass(frozen=True)
 class Planned:
-    """Name a step of a run to be; `rows` is what it writes, None where that is not known yet."""
+    """Name a step of a run to be; `rows` is what it writes, None where that can't be told yet."""
 
     iteration: int
     step: str
@@ -63,6 +64,11 @@ def make_plan(store: Store, config: RunConfig, walk: Any, earlier: Earlier | Non
 
     The first step to do is compared with that of an `earlier` run.
     """
+    return plan_run(store, config, walk, earlier)[0]
+
+
+def plan_run(store: Store, config: RunConfig, walk: Any, earlier: Earlier | None = None) -> tuple[list[Planned], Sizes]:
+    """Give the plan, and the sizes of the sets that its rows are counted from."""
     reused: dict[tuple[int, str, str], Event] = {}
 
     def heard(event: Event) -> None:
@@ -75,9 +81,9 @@ def make_plan(store: Store, config: RunConfig, walk: Any, earlier: Earlier | Non
     earlier = earlier or Earlier()
     learn_wording(earlier.known, config)
     missing = {Place(number, step.name, step.label): step for number, step in run.missing}
-    sizes = _sizes(store, reused)
+    sizes = _sizes(store, config, reused)
     planned, first = [], True
-    for iteration, step, label, rows in outline(config, sizes):
+    for iteration, step, label, rows in outline(config, sizes.pairs):
         if event := reused.get((iteration, step, label)):
             why = f"committed as {event['key'][:12]}"
             planned.append(Planned(iteration, step, label, "reused", why, _rows(store, event)))
@@ -87,7 +93,7 @@ def make_plan(store: Store, config: RunConfig, walk: Any, earlier: Earlier | Non
             why = _why(missing.get(place), iteration, earlier)
         planned.append(Planned(iteration, step, label, "to do", why, rows))
         first = False
-    return planned
+    return planned, sizes
 
 
 def _why(step: Step | None, iteration: int, earlier: Earlier) -> str:
@@ -156,8 +162,8 @@ def _rows(store: Store, event: Event) -> int | None:
     return manifest.counts.get("kept") if manifest else None
 
 
-def _sizes(store: Store, reused: Mapping[tuple[int, str, str], Event]) -> Mapping[str, int]:
-    """Give the pairs of each set once the split is committed."""
+def _sizes(store: Store, config: RunConfig, reused: Mapping[tuple[int, str, str], Event]) -> Sizes:
+    """Give the pairs of each set: of the committed split, else estimated from the sources."""
     event = reused.get((0, "split", ""))
     manifest = store.manifest(event["key"]) if event else None
-    return manifest.facts["certificate"]["pairs"] if manifest else {}
+    return split_sizes(store, config, manifest) if manifest else source_sizes(config, store.cache.root)

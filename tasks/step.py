@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from storage.digest import digest_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from configs.run import RunConfig
     from storage.manifest import Manifest
     from storage.store import Store
@@ -145,8 +144,23 @@ def software() -> dict[str, Any]:
     return {
         "versions": dict(_versions()),
         "python": platform.python_version(),
-        "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
+        "host": {
+            "machine": platform.machine(),
+            "system": platform.system(),
+            "cpus": os.cpu_count(),
+            "gpus": list(_gpus()),
+        },
     }
+
+
+@cache
+def _gpus() -> tuple[str, ...]:
+    """Name the NVIDIA GPUs as their driver does; no library is loaded and no process started."""
+    found = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")]
+        found.append(named[0] if named else "unknown")
+    return tuple(found)
 
 
 @cache
