@@ -42,7 +42,7 @@ def cli() -> None:
 @JSON
 def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool) -> None:
     """Run the loop of CONFIG (a preset or a YAML file). Committed steps of earlier runs are reused."""
-    from configs.budget import fit
+    from configs.budget import find_machine, fit
     from configs.load import load_config
     from flows.iteration import star
     from storage.store import open_store
@@ -50,7 +50,7 @@ def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool)
     from tasks.run import create_run
 
     described = load_config(config, [*_store_override(store), *overrides])
-    fit(described)
+    fit(described, find_machine())
     opened = open_store(described.store)
     run_id = create_run(opened, described)
     freeze_plan(opened, run_id, described, star)
@@ -296,16 +296,19 @@ def config_show(name: str, overrides: Sequence[str], as_json: bool) -> None:
 def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
     """Check CONFIG: all problems at once, lengths and memory computed; no model is loaded."""
     from configs.budget import fit
+    from configs.facts import missing_token
     from configs.load import load_config
     from flows.terminal import print_json, print_table
 
     described = load_config(name, overrides)
-    needs = fit(described)
+    needs, lacks = fit(described), missing_token(described.model)
     if as_json:
-        print_json({"valid": True, "memory": needs})
+        print_json({"valid": True, "memory": needs, "notes": [lacks] if lacks else []})
         return
     if needs:
         print_table(("needs", "GiB"), needs)
+    if lacks:
+        click.echo(f"note: {lacks}")
     click.echo(f"{name} is valid")
 
 

@@ -119,7 +119,8 @@ class _Forecaster:
     trained: dict[int, Range] = field(default_factory=dict)  # iteration -> training rows
 
     def __post_init__(self) -> None:
-        gpus = len(software()["host"]["gpus"])
+        named = self.config.hardware
+        gpus = named.gpus if named else len(software()["host"]["gpus"])
         scripted = self.config.engine.kind is EngineKind.SCRIPTED
         self._gpus = 0 if scripted else min(gpus, self.config.engine.tensor_parallel)
         self._train_gpus = 0 if self.config.train.kind == "scripted" else min(gpus, 1)
