@@ -11,7 +11,7 @@ from configs.load import ConfigError
 from configs.machine import GIB, Machine, find_machine
 from configs.run import EngineKind, Method, RunConfig
 
-__all__ = ["Machine", "Memory", "ModelFacts", "Part", "fit", "memory", "model_facts"]
+__all__ = ["Machine", "Memory", "ModelFacts", "Part", "find_machine", "fit", "memory", "model_facts"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FORCED_CHOICE = 2  # tokens that the engine adds to model.max_len to read a verdict's letter
@@ -51,9 +51,10 @@ class Memory:
 
 
 def fit(config: RunConfig, machine: Machine | None = None) -> list[tuple[str, float | None]]:
-    """Give the memory table (what, GiB), of one row where the model isn't on this machine yet.
+    """Give the memory table (what, GiB), of one row where nothing is known of the model yet.
 
-    Raises ConfigError with all that doesn't fit this machine or the model.
+    Raises ConfigError with all that doesn't fit the model or the machine: the one given, else the GPUs that `hardware`
+    names, else this one.
     """
     facts = find_facts(config.model)
     if facts is None:
@@ -71,7 +72,7 @@ def fit(config: RunConfig, machine: Machine | None = None) -> list[tuple[str, fl
 
 def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None) -> Memory:
     """Estimate what the engine and the trainer need on one device, for rows as long as model.max_len allows."""
-    machine = machine or find_machine()
+    machine = machine or _named(config) or find_machine()
     parts: list[Part] = []
     if config.engine.kind is EngineKind.VLLM:
         parts += _engine(config, facts, machine)
@@ -79,6 +80,12 @@ def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None)
         parts += _trainer(config, facts, gpu=bool(machine.gpus))
     needed = Memory(tuple(parts), ())
     return Memory(needed.parts, tuple(_problems(config, facts, machine, needed)))
+
+
+def _named(config: RunConfig) -> Machine | None:
+    """Give the machine that a config names; its RAM isn't asked for where there are GPUs."""
+    named = config.hardware
+    return Machine(math.inf, (named.gpu_memory_gib,) * named.gpus) if named else None
 
 
 def _sequence_bytes(config: RunConfig, facts: ModelFacts) -> float:

@@ -29,6 +29,38 @@ PACKAGED: dict[str, dict[str, Any]] = {
     }
 }
 
+_LLAMA = {"vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 131072}
+# The shape of usual bases as their config.json has it, so that memory is computed before they are fetched.
+HUB: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        **_LLAMA,
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+    },
+    "meta-llama/Llama-3.1-70B-Instruct": {
+        **_LLAMA,
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+    },
+}
+GATED = ("meta-llama/", "google/gemma", "mistralai/")  # owners, or beginnings of ids, whose terms have to be accepted
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -44,19 +76,43 @@ class ModelFacts:
 
 
 def find_facts(model: ModelConfig) -> ModelFacts | None:
-    """Give the facts of a configured model, None where it isn't on this machine yet. Raises ConfigError."""
+    """Give the facts of a configured model, None where it is neither on this machine nor known. Raises ConfigError."""
     if model.base in PACKAGED:
         return _facts(PACKAGED[model.base], None)
-    folder = Path(model.base)
-    if not folder.is_dir():
-        folder = _hub_cache() / f"models--{model.base.replace('/', '--')}" / "snapshots" / str(model.revision)
-    return model_facts(folder) if folder.is_dir() else None
+    folder = _folder(model)
+    if folder.is_dir():
+        return model_facts(folder)
+    return _facts(HUB[model.base], None) if model.base in HUB else None
+
+
+def missing_token(model: ModelConfig) -> str | None:
+    """Say that a gated base needs a token, where it isn't on this machine and none is set; None else."""
+    if not model.base.startswith(GATED) or _folder(model).is_dir():
+        return None
+    kept = os.environ.get("HF_TOKEN_PATH") or _hub_home() / "token"
+    if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or Path(kept).expanduser().is_file():
+        return None
+    return (
+        f"model.base: {model.base} is gated and no token is set; accept its terms at "
+        f"https://huggingface.co/{model.base} and set HF_TOKEN, or log in with `hf auth login`."
+    )
+
+
+def _folder(model: ModelConfig) -> Path:
+    """Name the folder of a model: the one given, else its place in the cache of the hub."""
+    given = Path(model.base)
+    cached = _hub_cache() / f"models--{model.base.replace('/', '--')}" / "snapshots" / str(model.revision)
+    return given if given.is_dir() else cached
 
 
 def _hub_cache() -> Path:
     """Name the folder where huggingface_hub keeps what it fetched."""
+    return Path(os.environ.get("HF_HUB_CACHE") or _hub_home() / "hub").expanduser()
+
+
+def _hub_home() -> Path:
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    return Path(home).expanduser()
 
 
 def model_facts(folder: str | Path) -> ModelFacts:

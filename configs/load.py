@@ -77,7 +77,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def _read(source: str | Path) -> Document:
     """Read a preset, or a file over the preset that it names."""
     if isinstance(source, str) and source in presets():
-        return _read_file(PRESETS / f"{source}.yaml", PRESET)
+        return _read_preset(source)
     if not str(source):
         raise ConfigError([f"no configuration is named; presets are {', '.join(presets())}."])
     path = Path(source).expanduser()
@@ -90,7 +90,14 @@ def _read(source: str | Path) -> Document:
     if base not in presets():
         problem = f"preset ({document.origin(('preset',))}): `{base}` is no preset; {_preset_hint(str(base))}"
         raise ConfigError([*document.problems, problem])  # without it every missing key would be reported
-    return _over(_read_file(PRESETS / f"{base}.yaml", PRESET), document)
+    return _over(_read_preset(base), document)
+
+
+def _read_preset(name: str) -> Document:
+    """Read a preset, over the one that it builds on where it names one."""
+    document = _read_file(PRESETS / f"{name}.yaml", PRESET)
+    base = document.values.pop("preset", None)
+    return document if base is None else _over(_read_preset(base), document)
 
 
 def _preset_hint(name: str) -> str:

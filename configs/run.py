@@ -329,6 +329,13 @@ class GateConfig(Section):
     min_parse_rate: float = Field(0.0, ge=0, le=1, description="below it the judge has collapsed")
 
 
+class HardwareConfig(Section):
+    """Name the GPUs that a run is for, so that what can't fit is known before it is there."""
+
+    gpus: Annotated[int, NotInKey("where, not what")] = Field(ge=1)
+    gpu_memory_gib: Annotated[float, NotInKey("where, not what")] = Field(gt=0, description="of each GPU")
+
+
 class RunConfig(Section):
     """Describe a run whole. `run` freezes it; nothing else steers a run."""
 
@@ -338,6 +345,9 @@ class RunConfig(Section):
     method: Method = Method.STAR_SFT
     store: Annotated[str, NotInKey("where, not what")] = "starwheel-store"
     work: Annotated[str, NotInKey("where, not what")] = str(Path("starwheel-work"))
+    hardware: Annotated[HardwareConfig | None, NotInKey("where, not what")] = Field(
+        None, description="the GPUs that memory and cost are computed for; null takes this machine's"
+    )
     model: ModelConfig
     data: DataConfig
     split: SplitConfig = SplitConfig()

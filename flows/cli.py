@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from storage.store import Store
-    from tasks.data.profile import Profile
 
 STORE = click.option(
     "--store", default=None, help="Folder or s3://bucket/prefix. [default: STARWHEEL_STORE or ./starwheel-store]"
 )
 SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.epochs=2."
+)
+AGAINST = click.option(
+    "--against", default=None, metavar="RUN", help="Compare with this run. [default: the latest run of the same name]"
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -40,15 +42,19 @@ def cli() -> None:
 @JSON
 def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool) -> None:
     """Run the loop of CONFIG (a preset or a YAML file). Committed steps of earlier runs are reused."""
-    from configs.budget import fit
+    from configs.budget import find_machine, fit
     from configs.load import load_config
+    from flows.iteration import star
     from storage.store import open_store
+    from tasks.outcome import freeze_plan
     from tasks.run import create_run
 
     described = load_config(config, [*_store_override(store), *overrides])
-    fit(described)
+    fit(described, find_machine())
     opened = open_store(described.store)
-    _run_flow(create_run(opened, described), opened.url, as_json=as_json)
+    run_id = create_run(opened, described)
+    freeze_plan(opened, run_id, described, star)
+    _run_flow(run_id, opened.url, as_json=as_json)
 
 
 @cli.command()
@@ -57,13 +63,14 @@ def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool)
 @JSON
 def resume(run_id: str, store: str | None, as_json: bool) -> None:
     """Go on with RUN where it ended. What is committed is not done again."""
+    from flows.printed import print_report
     from tasks.history import read_history
 
     opened = _open(store)
     run_id = _find(opened, run_id)
     if read_history(opened, run_id).state == "done":
         click.echo(f"{run_id} is done; nothing is left to do.", err=True)
-        _print_report(opened, run_id, as_json=as_json)
+        print_report(opened, run_id, as_json=as_json)
         return
     _run_flow(run_id, opened.url, as_json=as_json)
 
@@ -71,6 +78,7 @@ def resume(run_id: str, store: str | None, as_json: bool) -> None:
 def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
     import signal
 
+    from flows.printed import print_report
     from storage.errors import DataError
     from storage.store import open_store
     from tasks.jobs.launch import QUIET
@@ -97,7 +105,7 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
             )
         click.echo(f"\n{run_id} stopped; what is committed stays. {again}", err=True)
         raise
-    _print_report(open_store(store, create=False), run_id, as_json=as_json)
+    print_report(open_store(store, create=False), run_id, as_json=as_json)
     if not as_json:
         for file in done["report"]:
             click.echo(f"wrote {file}", err=True)
@@ -108,24 +116,59 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
 @click.argument("config")
 @SET
 @STORE
+@AGAINST
 @JSON
-def plan(config: str, overrides: Sequence[str], store: str | None, as_json: bool) -> None:
-    """Show each step of CONFIG: reused or to do, and why. Starts nothing, writes nothing but a new store's format."""
+def plan(config: str, overrides: Sequence[str], store: str | None, against: str | None, as_json: bool) -> None:
+    """Show each step of CONFIG: reused or to do, why, and what it will take. Starts nothing, computes nothing."""
     from configs.load import load_config
     from flows.iteration import star
-    from flows.terminal import print_json, print_table
+    from flows.printed import print_plan
+    from flows.terminal import print_json
     from storage.store import open_store
-    from tasks.plan import make_plan
+    from tasks.forecast import to_json
+    from tasks.outcome import cost_plan
 
     described = load_config(config, [*_store_override(store), *overrides])
-    planned = make_plan(open_store(described.store), described, star)
+    opened = open_store(described.store)
+    planned, forecast = cost_plan(opened, described, star, [_find(opened, against)] if against else [])
     if as_json:
-        print_json([vars(one) for one in planned])
+        print_json(to_json(planned, forecast))
         return
-    rows = [(one.iteration, f"{one.step} {one.label}".strip(), one.state, one.rows, one.why) for one in planned]
-    print_table(("iteration", "step", "state", "rows", "why"), rows)
-    todo = sum(one.state == "to do" for one in planned)
-    click.echo(f"{len(planned) - todo} steps reused, {todo} to do")
+    print_plan(planned, forecast)
+
+
+@cli.command()
+@click.argument("run_id", metavar="RUN")
+@click.argument("step", required=False)
+@STORE
+@AGAINST
+@JSON
+def explain(run_id: str, step: str | None, store: str | None, against: str | None, as_json: bool) -> None:
+    """Say why each step of RUN (or those called STEP) would be reused, or is stale or missing, as it is made now."""
+    from dataclasses import asdict, replace
+
+    from flows.iteration import star
+    from flows.printed import print_explanation
+    from flows.terminal import print_json
+    from tasks.earlier import earlier_runs, read_earlier, readable
+    from tasks.explain import explain
+    from tasks.history import read_history
+
+    opened = _open(store)
+    history = read_history(opened, _find(opened, run_id))
+    runs = [_find(opened, against)] if against else earlier_runs(opened, history.config.name, before=history.run_id)
+    earlier = read_earlier(opened, [*([] if against else [history]), *readable(opened, runs)])
+    found = explain(opened, history.config, star, earlier)
+    if step is not None:
+        named = tuple(one for one in found.steps if one.step == step)
+        if not named:
+            known = ", ".join(dict.fromkeys(one.step for one in found.steps))
+            raise click.UsageError(f"{history.run_id} has no step `{step}`; it has {known}")
+        found = replace(found, steps=named)
+    if as_json:
+        print_json(asdict(found))
+        return
+    print_explanation(found)
 
 
 @cli.command()
@@ -166,17 +209,24 @@ def status(run_id: str, store: str | None, as_json: bool) -> None:
 @click.argument("run_id", metavar="RUN")
 @click.argument("iteration", type=int, required=False)
 @click.argument("step", required=False)
+@click.option("--plan", "planned", is_flag=True, help="Show what was planned at the start against what happened.")
 @STORE
 @JSON
-def show(run_id: str, iteration: int | None, step: str | None, store: str | None, as_json: bool) -> None:
+def show(run_id: str, iteration: int | None, step: str | None, planned: bool, store: str | None, as_json: bool) -> None:
     """Show a RUN's results, the steps of an ITERATION, or the manifest of a STEP."""
+    from flows.printed import print_outcomes, print_report
     from flows.terminal import print_json, print_table
     from tasks.history import iteration_steps, step_manifests
 
     opened = _open(store)
     run_id = _find(opened, run_id)
+    if planned:
+        from tasks.outcome import compare_plan
+
+        print_outcomes(run_id, compare_plan(opened, run_id), as_json=as_json)
+        return
     if iteration is None:
-        _print_report(opened, run_id, as_json=as_json)
+        print_report(opened, run_id, as_json=as_json)
         return
     if step is not None:
         print_json(step_manifests(opened, run_id, iteration, step))
@@ -246,16 +296,19 @@ def config_show(name: str, overrides: Sequence[str], as_json: bool) -> None:
 def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
     """Check CONFIG: all problems at once, lengths and memory computed; no model is loaded."""
     from configs.budget import fit
+    from configs.facts import missing_token
     from configs.load import load_config
     from flows.terminal import print_json, print_table
 
     described = load_config(name, overrides)
-    needs = fit(described)
+    needs, lacks = fit(described), missing_token(described.model)
     if as_json:
-        print_json({"valid": True, "memory": needs})
+        print_json({"valid": True, "memory": needs, "notes": [lacks] if lacks else []})
         return
     if needs:
         print_table(("needs", "GiB"), needs)
+    if lacks:
+        click.echo(f"note: {lacks}")
     click.echo(f"{name} is valid")
 
 
@@ -279,6 +332,7 @@ def data_inspect(
     from dataclasses import replace
     from pathlib import Path
 
+    from flows.printed import print_profile
     from flows.terminal import print_json
     from storage.inputs import fetch_input
     from tasks.data.formats import make_form, read_pairs
@@ -293,7 +347,7 @@ def data_inspect(
     if as_json:
         print_json({"file": file.url, "bytes": file.bytes, "sha256": file.sha256, **profile.to_json()})
         return
-    _print_profile(file.url, profile)
+    print_profile(file.url, profile)
 
 
 def _assignments(columns: Sequence[str]) -> dict[str, str]:
@@ -301,73 +355,6 @@ def _assignments(columns: Sequence[str]) -> dict[str, str]:
     if wrong := [column for column, (_, sign, theirs) in zip(columns, parted, strict=True) if not sign or not theirs]:
         raise click.UsageError(f"--column {wrong[0]}: write OURS=COLUMN, e.g. prompt=question")
     return {ours: theirs for ours, _, theirs in parted}
-
-
-def _print_profile(address: str, profile: Profile) -> None:
-    from flows.terminal import plain, print_table
-
-    click.echo(f"{plain(address)}\n{plain(profile.layout)}")
-    click.echo(
-        f"{profile.rows} rows, {profile.kept} pairs of {profile.groups} groups, {profile.multi_turn} with several turns"
-    )
-    if profile.dropped:
-        dropped = [(reason, count, profile.why[reason][:100]) for reason, count in profile.dropped.items()]
-        print_table(("dropped", "rows", "first met"), dropped)
-    if len(profile.subsets) > 1:
-        print_table(("subset", "pairs"), profile.subsets.items())
-    if not profile.kept:
-        return
-    names = ("mean", "median", "p95", "max")
-    sizes = [(part, *(f"{size[name]:.0f}" for name in names)) for part, size in profile.lengths.items()]
-    print_table((profile.unit, *names), sizes)
-    click.echo(f"gold is A in {profile.gold_a} of {profile.kept} pairs, {100 * profile.gold_a / profile.kept:.1f} %")
-    scores = [
-        (one.judge, f"{100 * one.accuracy:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]", one.n, one.clusters)
-        for one in profile.baselines
-    ]
-    print_table(("judge without judgment", "% right, 95 % interval", "pairs", "groups"), scores)
-    for example in profile.examples:
-        texts = [(part, example[part].replace("\n", " ↵ ")) for part in ("prompt", "better", "worse")]
-        print_table((example["pair_id"], ""), texts)
-
-
-def _print_report(store: Store, run_id: str, *, as_json: bool) -> None:
-    from flows.terminal import plain, print_json, print_table
-    from tasks.report import make_report, results_table
-
-    report = make_report(store, run_id)
-    if as_json:
-        print_json(report.to_json())
-        return
-    rows = results_table(report)
-    if not rows:
-        click.echo(f"{run_id}: no checkpoint is evaluated yet")
-        return
-    print_table(list(rows[0]), [list(one.values()) for one in rows], title=f"{run_id}: % with 95 % intervals")
-    yields = [
-        (
-            one.iteration,
-            one.asked,
-            one.with_rows,
-            f"{100 * one.with_rows / max(one.asked, 1):.0f} %",
-            one.completions,
-            one.selected,
-            one.rows,
-            one.hinted,
-            ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
-        )
-        for one in report.yields
-    ]
-    columns = ("iteration", "prompts", "with a row", "yield", "completions", "selected", "training rows", "hinted")
-    if yields:
-        print_table((*columns, "dropped"), yields)
-    for one in report.compared:
-        against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
-        click.echo(
-            f"{plain(one.suite)}: checkpoint {one.judge} − {against}: {100 * one.difference:+.1f} points "
-            f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}], p = {one.p:.2g}, {one.n} pairs, clustered by prompt"
-        )
-    click.echo(f"engine starts: {report.engine_starts}")
 
 
 def _store_override(store: str | None) -> list[str]:

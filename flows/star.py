@@ -12,6 +12,7 @@ from flows.iteration import star as loop
 from flows.terminal import progress_listener
 from storage.store import open_store
 from tasks.jobs.launch import ProcessLauncher
+from tasks.outcome import freeze_plan
 from tasks.prefect_tasks import PrefectRun
 from tasks.report import make_report, plot, results_table, write_report
 from tasks.run import create_run, open_run
@@ -29,6 +30,7 @@ def star(config: str = "", overrides: Sequence[str] = (), run_id: str = "", stor
         described = load_config(config, overrides)
         opened = open_store(described.store)
         run_id = create_run(opened, described)
+        freeze_plan(opened, run_id, described, loop)
     run = open_run(opened, run_id, ProcessLauncher, kind=PrefectRun, listen=progress_listener())
     judge = loop(run)
     report = make_report(opened, run_id)

@@ -150,6 +150,13 @@ class Store:
         """Store a file of a run's report; one that is there already stays."""
         self.backend.put_new(layout.report(run_id, name), content)
 
+    def report(self, run_id: str, name: str) -> bytes | None:
+        """Return a file of a run's report, None where there is none."""
+        try:
+            return self.backend.get(layout.report(run_id, name))
+        except NotFoundError:
+            return None
+
     def run_log(self, run_id: str) -> RunLog:
         """Return the log of a run, to read or to open for writing."""
         return RunLog(self.backend, run_id)

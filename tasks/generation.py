@@ -71,7 +71,9 @@ class Generation:
             self._opening = engine.template.encode(prompts.OPENING)
         self._unasked = self._requests()
         self.done_pairs = sum(shard.stop - shard.start for shard in self._plan if shard.index in self._records)
-        self.tokens = 0
+        self.tokens = self.prompt_tokens = 0  # written; read, each prompt once
+        self.seconds = 0.0  # of the engine's time, as the session shares it out
+        self.in_flight = 0  # sequences
         self._started = time.monotonic()
         self._asked = sum(len(questions.orders[pair_id]) for pair_id in self._ids)
         self._reused = sum(
@@ -122,6 +124,7 @@ class Generation:
             return []
         self._read += 1
         ids = self._prompts.pop((pair_id, order))
+        self.prompt_tokens += len(ids)
         if self._questions.sampling is None:
             self._rows[shard].append(self._choice(pair_id, order, response))
             self._close_one(shard, pool)
@@ -238,10 +241,21 @@ class Generation:
             inputs=dict(self.step.inputs),
             key_parts=self.step.key_parts,
             counts=counts,
-            facts={**facts, "tokens": self.tokens, "reused_shards": self._reused_shards, **software()},
+            facts={**facts, **self._measured(), "reused_shards": self._reused_shards, **software()},
             shards=records,
         )
         return self._context.done(self.step, manifest, reused=False, iteration=self.iteration)
+
+    def _measured(self) -> dict[str, Any]:
+        """Say what was done here: shards that another process had committed are not in it."""
+        prompts = self._read - self._reused
+        return {
+            "tokens": self.tokens,
+            "prompts": prompts,
+            "prompt_tokens": self.prompt_tokens,
+            "completions": prompts * self._questions.draws,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 def digests(completions: Sequence[Manifest]) -> dict[str, str | None]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig, SampleOrder
 from storage.schema import Split, part
+from tasks.earlier import Earlier, Place, learn_wording
 from tasks.evaluate import blocks
+from tasks.jobs.session import Asked, Session
 from tasks.run import DryRun
-from tasks.step import Context, Event, NotCommittedError
+from tasks.sizes import Sizes, source_sizes, split_sizes
+from tasks.step import Context, Event, NotCommittedError, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,10 +22,12 @@ if TYPE_CHECKING:
     from storage.store import Store
     from tasks.jobs.session import SessionPlan, SessionResult
 
+SHOWN = 3  # differences of a step in a plan's table; `starwheel explain` shows all
+
 
 @dataclass(frozen=True)
 class Planned:
-    """Name a step of a run to be; `rows` is what it writes, None where that is not known yet."""
+    """Name a step of a run to be; `rows` is what it writes, None where that can't be told yet."""
 
     iteration: int
     step: str
@@ -31,20 +37,38 @@ class Planned:
     rows: int | None
 
 
+class _LookingSession(Session):
+    """Look on past a suite that is not scored: nothing of the loop waits for it."""
+
+    def _score_suites(self, later: Mapping[tuple[str, str], list[Asked]]) -> None:
+        for (role, suite), evaluated in later.items():
+            with contextlib.suppress(NotCommittedError):
+                self._finish(evaluated)
+                self._score(role, suite, evaluated)
+
+
 class Walk(DryRun):
-    """Look on past a missing sample: the scores of the same session don't wait for it."""
+    """Look on past a missing sample too: the scores of the same session don't wait for it."""
 
     def _committed_session(self, plan: SessionPlan) -> SessionResult:
         try:
-            return super()._committed_session(plan)
+            return _LookingSession(self._context, plan, start_engine=None).run()
         except NotCommittedError:
             if plan.sample:
-                super()._committed_session(replace(plan, sample=False))
+                _LookingSession(self._context, replace(plan, sample=False), start_engine=None).run()
             raise
 
 
-def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
-    """Walk the loop `walk` (flows/iteration.py) over what is committed; the first gap and all after it are to do."""
+def make_plan(store: Store, config: RunConfig, walk: Any, earlier: Earlier | None = None) -> list[Planned]:
+    """Walk the loop `walk` (flows/iteration.py) over what is committed; what it doesn't find is to do.
+
+    The first step to do is compared with that of an `earlier` run.
+    """
+    return plan_run(store, config, walk, earlier)[0]
+
+
+def plan_run(store: Store, config: RunConfig, walk: Any, earlier: Earlier | None = None) -> tuple[list[Planned], Sizes]:
+    """Give the plan, and the sizes of the sets that its rows are counted from."""
     reused: dict[tuple[int, str, str], Event] = {}
 
     def heard(event: Event) -> None:
@@ -52,22 +76,33 @@ def make_plan(store: Store, config: RunConfig, walk: Any) -> list[Planned]:
             reused[event["iteration"], event["step"], event["label"]] = event
 
     run = Walk(Context(store, config, Path(config.work)), heard)
-    gap = ""
-    try:
+    with contextlib.suppress(NotCommittedError):
         walk(run)
-    except NotCommittedError as error:
-        gap = f" ({error})"
-    sizes = _sizes(store, reused)
+    earlier = earlier or Earlier()
+    learn_wording(earlier.known, config)
+    missing = {Place(number, step.name, step.label): step for number, step in run.missing}
+    sizes = _sizes(store, config, reused)
     planned, first = [], True
-    for iteration, step, label, rows in outline(config, sizes):
+    for iteration, step, label, rows in outline(config, sizes.pairs):
         if event := reused.get((iteration, step, label)):
             why = f"committed as {event['key'][:12]}"
             planned.append(Planned(iteration, step, label, "reused", why, _rows(store, event)))
             continue
-        why = f"no step with this key is committed{gap}" if first else "its inputs are still to be made"
+        why, place = "its inputs are still to be made", Place(iteration, step, label)
+        if first or place in missing:
+            why = _why(missing.get(place), iteration, earlier)
         planned.append(Planned(iteration, step, label, "to do", why, rows))
         first = False
-    return planned
+    return planned, sizes
+
+
+def _why(step: Step | None, iteration: int, earlier: Earlier) -> str:
+    """Say in what a step that is to do differs from the nearest one of an earlier run."""
+    if step is None or not earlier.runs:
+        return "no step with this key is committed"
+    against, lines = earlier.compare(step, iteration)
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return f"{f'differs from {against}: ' if against else ''}{'; '.join(lines[:SHOWN])}{more}"
 
 
 def outline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[int, str, str, int | None]]:
@@ -127,8 +162,8 @@ def _rows(store: Store, event: Event) -> int | None:
     return manifest.counts.get("kept") if manifest else None
 
 
-def _sizes(store: Store, reused: Mapping[tuple[int, str, str], Event]) -> Mapping[str, int]:
-    """Give the pairs of each set once the split is committed."""
+def _sizes(store: Store, config: RunConfig, reused: Mapping[tuple[int, str, str], Event]) -> Sizes:
+    """Give the pairs of each set: of the committed split, else estimated from the sources."""
     event = reused.get((0, "split", ""))
     manifest = store.manifest(event["key"]) if event else None
-    return manifest.facts["certificate"]["pairs"] if manifest else {}
+    return split_sizes(store, config, manifest) if manifest else source_sizes(config, store.cache.root)

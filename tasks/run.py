@@ -173,11 +173,11 @@ class Run:
 
     def _job(self, kind: str, step: Step, asked: Mapping[str, Any], *, iteration: int) -> Manifest:
         """Reuse the step or have a job commit it."""
-        manifest = self._context.committed(step)
+        manifest = self._context.committed(step, iteration=iteration)
         if manifest is not None:
             return self._context.done(step, manifest, reused=True, iteration=iteration)
         self._launch(kind, asked)
-        manifest = self._context.committed(step)
+        manifest = self._context.committed(step, iteration=iteration)
         if manifest is None:
             raise StepFailedError(f"the {kind} job ended but committed no step {step.key[:12]}; report this as a bug")
         return manifest
@@ -200,7 +200,8 @@ class DryRun(Run):
 
     def __init__(self, context: Context, listen: Callable[[Event], None]) -> None:
         self.run_id, self.config, self.work = "plan", context.config, context.work
-        self._context = DryContext(context.store, context.config, context.work, listen)
+        looking = DryContext(context.store, context.config, context.work, listen)
+        self._context, self.missing = looking, looking.missing
 
     def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
         raise NotCommittedError(kind)

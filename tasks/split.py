@@ -79,11 +79,12 @@ def make_split(context: Context, inputs: Inputs, template: Template) -> dict[str
     if config.method is Method.GENRM:
         template.letters(prompts.OPENING, prompts.CLOSING)
     budget = config.model.max_len - config.sample.max_tokens
-    reading = combine([_read(source, inputs) for source in config.data.sources])
-    suites = {source.name: _read(source, inputs) for source in config.data.suites}
+    reading = combine([read_source(source, inputs) for source in config.data.sources])
+    suites = {source.name: read_source(source, inputs) for source in config.data.suites}
+    lengths = [_named(reading.pairs, prompt_lengths(reading.pairs, config, template))]
     rationales = _rationales(config, reading, inputs)
     limits = division.Limits(
-        lengths=prompt_lengths(reading.pairs, config, template),
+        lengths=lengths[0]["tokens"].combine_chunks(),
         budget=budget,
         suites=pa.concat_tables([one.pairs for one in suites.values()]) if suites else None,
         bootstrap_ids=rationales.column("pair_id").combine_chunks() if config.bootstrap else None,
@@ -92,7 +93,8 @@ def make_split(context: Context, inputs: Inputs, template: Template) -> dict[str
     shuffle = config.data.shuffle_gold
     pairs = [division.shuffle_gold(reading.pairs, divided.splits, config.seed) if shuffle else reading.pairs]
     for name, suite in suites.items():
-        fitting = division.drop_too_long(suite, prompt_lengths(suite.pairs, config, template), budget)
+        lengths.append(_named(suite.pairs, prompt_lengths(suite.pairs, config, template)))
+        fitting = division.drop_too_long(suite, lengths[-1]["tokens"].combine_chunks(), budget)
         pairs.append(fitting.pairs)
         divided = division.add_suite(divided, fitting, name)
     return {
@@ -102,8 +104,23 @@ def make_split(context: Context, inputs: Inputs, template: Template) -> dict[str
             "rationales": rationales,
         },
         "counts": _counts(divided.splits),
-        "facts": {"certificate": divided.certificate},
+        "facts": {
+            "certificate": divided.certificate,
+            "prompt_tokens": _mean_lengths(pa.concat_tables(lengths), divided.splits),
+        },
     }
+
+
+def _named(pairs: pa.Table, lengths: pa.Array) -> pa.Table:
+    return pa.table({"pair_id": pairs["pair_id"], "tokens": lengths})
+
+
+def _mean_lengths(lengths: pa.Table, splits: pa.Table) -> dict[str, float]:
+    """Give the mean prompt tokens of each set, for the plans of later runs."""
+    measured = pl.DataFrame(lengths).unique("pair_id")
+    placed = pl.DataFrame(splits.select(["pair_id", "split"])).filter(pl.col("split") != Split.DROPPED.value)
+    means = placed.join(measured, on="pair_id").group_by("split").agg(pl.col("tokens").mean()).sort("split")
+    return {name: round(mean, 1) for name, mean in means.iter_rows()}
 
 
 def _placed(pairs: pa.Table, splits: pa.Table) -> pa.Table:
@@ -113,7 +130,8 @@ def _placed(pairs: pa.Table, splits: pa.Table) -> pa.Table:
     return pairs.filter(pc.and_(first, pc.is_in(pairs["pair_id"], placed)))
 
 
-def _read(source: Source, inputs: Inputs) -> Reading:
+def read_source(source: Source, inputs: Inputs) -> Reading:
+    """Read the pairs of a source; DataError or StoreError where that can't be done."""
     form = formats.make_form(file=source.file, layout=source.format, columns=source.columns.given())
     if source.hub is not None:
         table = hub.load(source.hub, revision=source.revision, config=source.config, split=source.split)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from storage.digest import digest_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from configs.run import RunConfig
     from storage.manifest import Manifest
     from storage.store import Store
@@ -66,8 +65,8 @@ class Context:
     work: Path
     emit: Callable[[Event], None] = field(default=lambda event: None)
 
-    def committed(self, step: Step) -> Manifest | None:
-        """Look up the step; None where it is not done."""
+    def committed(self, step: Step, *, iteration: int) -> Manifest | None:
+        """Look up the step that an iteration asks for; None where it is not done."""
         return self.store.manifest(step.key)
 
     def done(self, step: Step, manifest: Manifest, *, reused: bool, iteration: int) -> Manifest:
@@ -87,7 +86,7 @@ class Context:
 
     def ensure(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
         """Reuse the step or compute and commit it; `compute` gives `commit`'s tables, counts and facts."""
-        manifest = self.committed(step)
+        manifest = self.committed(step, iteration=iteration)
         if manifest is not None:
             return self.done(step, manifest, reused=True, iteration=iteration)
         started = time.monotonic()
@@ -106,11 +105,20 @@ class Context:
 
 @dataclass(frozen=True)
 class DryContext(Context):
-    """Find what is committed; compute and write nothing."""
+    """Find what is committed; compute and write nothing. `missing` gets what is not, with the iterations."""
+
+    missing: list[tuple[int, Step]] = field(default_factory=list)
+
+    def committed(self, step: Step, *, iteration: int) -> Manifest | None:
+        """Look up the step and note it where it is not done."""
+        manifest = super().committed(step, iteration=iteration)
+        if manifest is None:
+            self.missing.append((iteration, step))
+        return manifest
 
     def ensure(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
         """Reuse the step or raise NotCommittedError."""
-        manifest = self.committed(step)
+        manifest = self.committed(step, iteration=iteration)
         if manifest is None:
             raise NotCommittedError(step.name)
         return self.done(step, manifest, reused=True, iteration=iteration)
@@ -136,8 +144,23 @@ def software() -> dict[str, Any]:
     return {
         "versions": dict(_versions()),
         "python": platform.python_version(),
-        "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
+        "host": {
+            "machine": platform.machine(),
+            "system": platform.system(),
+            "cpus": os.cpu_count(),
+            "gpus": list(_gpus()),
+        },
     }
+
+
+@cache
+def _gpus() -> tuple[str, ...]:
+    """Name the NVIDIA GPUs as their driver does; no library is loaded and no process started."""
+    found = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")]
+        found.append(named[0] if named else "unknown")
+    return tuple(found)
 
 
 @cache

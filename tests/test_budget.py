@@ -196,7 +196,10 @@ def test_a_table_or_what_does_not_fit(tmp_path, monkeypatch):
     assert len(caught.value.problems) == 2
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     hub = load_config("star-sft", [f"data.sources.0.path={__file__}", "train.per_device_batch=1"])
-    assert fit(hub, Machine(1.0)) == [("known once meta-llama/Llama-3.1-8B-Instruct is fetched", None)]
+    with pytest.raises(ConfigError, match="train: it needs about"):  # its shape is known before it is fetched
+        fit(hub, Machine(1.0))
+    unknown = hub.model_copy(update={"model": hub.model.model_copy(update={"base": "who/what"})})
+    assert fit(unknown, Machine(1.0)) == [("known once who/what is fetched", None)]
     snapshot = tmp_path / "hf/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots" / hub.model.revision
     snapshot.mkdir(parents=True)
     model(snapshot, LLAMA_8B)

@@ -17,6 +17,7 @@ from outer import config_file, described
 from flows import terminal
 from flows.cli import cli, main
 from flows.iteration import star
+from tasks.outcome import freeze_plan
 from tasks.report import make_report, plot, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,7 @@ class Made:
     def __init__(self, folder: Path) -> None:
         self.config = config_file(folder)
         self.store, run = small.start(described(folder))
+        freeze_plan(self.store, run.run_id, described(folder), star)
         star(run)
         report = make_report(self.store, run.run_id)
         write_report(self.store, report, plot(report), run.work / "report")
@@ -91,6 +93,21 @@ def test_show(made: Made) -> None:
     }
 
 
+def test_a_plan_tells_what_it_takes_and_show_what_it_took(made: Made) -> None:
+    told = call("plan", str(made.config), "--set", "seed=7")
+    assert "evaluate test" in told
+    assert f"rates: measured in {made.run_id}" in told
+    assert "engine starts: 2" in told
+    whole = read_json("plan", str(made.config), "--set", "seed=7")["forecast"]
+    assert whole["totals"]["engine_starts"] == 2
+    assert whole["totals"]["tokens"]["low"] <= whole["totals"]["tokens"]["value"] <= whole["totals"]["tokens"]["high"]
+    assert set(whole["suites"]) == {"dev", "test", "ood"}
+    assert "planned at its start, and happened" in call("show", "last", "--plan", "--store", made.url)
+    outcomes = read_json("show", "last", "--plan", "--store", made.url)
+    assert outcomes[-1]["step"] == "in all"
+    assert {"sample", "train", "engine start"} <= {one["step"] for one in outcomes}
+
+
 def test_show_an_iteration(made: Made) -> None:
     assert "select" in call("show", "last", "1", "--store", made.url)
     steps = read_json("show", "last", "1", "--store", made.url)
@@ -106,12 +123,30 @@ def test_show_a_step(made: Made) -> None:
 
 def test_plan(made: Made) -> None:
     assert "0 to do" in call("plan", str(made.config))
-    planned = read_json("plan", str(made.config))
+    planned = read_json("plan", str(made.config))["steps"]
     assert {one["state"] for one in planned} == {"reused"}
-    warmer = read_json("plan", str(made.config), "--set", "sample.temperature=0.5")
+    warmer = read_json("plan", str(made.config), "--set", "sample.temperature=0.5")["steps"]
     todo = [(one["iteration"], one["step"]) for one in warmer if one["state"] == "to do"]
     assert todo[0] == (1, "sample")
     assert (0, "evaluate") not in todo
+
+
+def test_a_plan_names_what_differs(made: Made) -> None:
+    for against in ((), ("--against", made.run_id)):
+        warmer = read_json("plan", str(made.config), "--set", "sample.temperature=0.5", *against)["steps"]
+        first = next(one for one in warmer if one["state"] == "to do")
+        assert first["why"].endswith("): sample.temperature 1.0 → 0.5")
+
+
+def test_explain(made: Made) -> None:
+    told = call("explain", "last", "--store", made.url)
+    assert "sample" in told
+    assert "committed as" in told
+    whole = read_json("explain", "last", "--store", made.url)
+    assert {one["state"] for one in whole["steps"]} == {"reused"}
+    assert whole["against"] == [made.run_id]
+    (sample,) = read_json("explain", "last", "sample", "--store", made.url)["steps"]
+    assert (sample["step"], sample["iteration"]) == ("sample", 1)
 
 
 def test_a_plan_starts_and_writes_nothing(made: Made) -> None:
@@ -148,6 +183,8 @@ ERRORS = {
     "ambiguous run": (("resume", "twin-", "--store", "{twins}"), ("it may be twin-", ", twin-")),
     "unknown iteration": (("show", "last", "9", "--store", "{store}"), ("has no steps in iteration 9",)),
     "unknown step": (("show", "last", "1", "trian", "--store", "{store}"), ("used no step 'trian'",)),
+    "unknown step to explain": (("explain", "last", "trian", "--store", "{store}"), ("has no step `trian`",)),
+    "unknown run to plan against": (("plan", "{config}", "--against", "x-"), ("no run is named x-",)),
     "unknown key to void": (("void", "abc", "--reason", "r", "--store", "{store}"), ("no step begins with `abc`",)),
     "foreign scheme": (("ls", "--store", "gs://bucket"), ("gs://", "use s3://bucket/prefix or a folder")),
     "unknown command": (("resum", "last"), ("No such command 'resum'",)),
@@ -171,7 +208,11 @@ def test_void_takes_a_key_as_show_prints_it(tmp_path: Path) -> None:
     made = Made(tmp_path)
     shown = next(one for one in read_json("show", "last", "1", "--store", made.url) if one["step"] == "select")
     assert "is void" in call("void", shown["key"], "--reason", "a test", "--store", made.url)
-    todo = [(one["iteration"], one["step"]) for one in read_json("plan", str(made.config)) if one["state"] == "to do"]
+    todo = [
+        (one["iteration"], one["step"])
+        for one in read_json("plan", str(made.config))["steps"]
+        if one["state"] == "to do"
+    ]
     assert todo[0] == (1, "select")
 
 
@@ -195,10 +236,12 @@ def blocked(*libraries: str, command: tuple[str, ...]) -> subprocess.CompletedPr
 
 
 READING = {
-    "plan": ("plan", "{config}"),
+    "plan": ("plan", "{config}", "--set", "sample.temperature=0.5"),
+    "explain": ("explain", "last", "--store", "{store}"),
     "ls": ("ls", "--store", "{store}"),
     "status": ("status", "last", "--store", "{store}"),
     "show": ("show", "last", "--store", "{store}"),
+    "show the plan": ("show", "last", "--plan", "--store", "{store}"),
     "validate": ("config", "validate", "{config}"),
 }
 

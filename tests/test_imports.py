@@ -71,7 +71,20 @@ SHARED = {
     *((step, "tasks.models") for step in STEPS - {"tasks.models"}),
 }
 # What walks all steps: nothing below it may import it.
-WALKERS = ("tasks.run", "tasks.plan", "tasks.prefect_tasks", "tasks.report", "tasks.history", "tasks.jobs")
+WALKERS = (
+    "tasks.run",
+    "tasks.plan",
+    "tasks.earlier",
+    "tasks.explain",
+    "tasks.forecast",
+    "tasks.outcome",
+    "tasks.rates",
+    "tasks.sizes",
+    "tasks.prefect_tasks",
+    "tasks.report",
+    "tasks.history",
+    "tasks.jobs",
+)
 
 
 class Import(NamedTuple):

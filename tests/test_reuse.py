@@ -17,7 +17,7 @@ import small
 
 import tasks.jobs.entry
 import tasks.training.scripted
-from configs.run import NotInKey, RunConfig, Section
+from configs.run import HardwareConfig, NotInKey, RunConfig, Section
 from flows.iteration import star
 from storage.digest import digest_json
 from storage.manifest import Artifact, Manifest
@@ -374,6 +374,7 @@ def values_of(base: str, folder: Path) -> dict[str, Any]:
     rows.write_text(json.dumps(row) + "\n")
     shot = {"prompt": "Hi", "response_a": "x", "response_b": "y", "rationale": "x.", "verdict": "A"}
     described = small.config(folder, **BASES[base], prompt={"few_shot": [shot]}, split={"salt": "a"})
+    described = described.model_copy(update={"hardware": HardwareConfig(gpus=1, gpu_memory_gib=80)})
     return described.model_dump(mode="json")
 
 

@@ -100,6 +100,7 @@ class Session:
         self._waiting: deque[Generation] = deque()
         self._running: dict[str, Generation] = {}
         self._in_flight = 0
+        self._looked = time.monotonic()  # when the engine's time was last shared out
         self._shown = time.monotonic()
 
     @property
@@ -218,7 +219,7 @@ class Session:
     ) -> Asked:
         """Reuse the step or put its questions into the queue, once a key; `first` goes before what waits."""
         number = self.plan.checkpoint if iteration is None else iteration
-        manifest = self.context.committed(step)
+        manifest = self.context.committed(step, iteration=number)
         if manifest is not None:
             return Asked(None, self.context.done(step, manifest, reused=True, iteration=number))
         if self._start_engine is None:
@@ -243,6 +244,8 @@ class Session:
             self._running.pop(one.generation.step.key, None)
 
     def _advance(self) -> None:
+        if not self._in_flight:
+            self._looked = time.monotonic()  # it was asked nothing
         while self._in_flight < 2 * self.engine.capacity and self._waiting:
             request = self._waiting[0].next_request()
             if request is None:
@@ -250,14 +253,27 @@ class Session:
                 continue
             self._running[self._waiting[0].step.key] = self._waiting[0]
             self.engine.add(request)
-            self._in_flight += request.sampling.n if request.sampling else 1
-        for response in self.engine.poll():
+            self._count(self._waiting[0], request.sampling.n if request.sampling else 1)
+        responses = self.engine.poll()
+        self._share_time()
+        for response in responses:
             generation = self._running[response.tag[0]]
-            self._in_flight -= generation.weight(response)
+            self._count(generation, -generation.weight(response))
             for request in generation.accept(response, self._pool):
                 self.engine.add(request)
-                self._in_flight += 1
+                self._count(generation, 1)
         self._show()
+
+    def _count(self, generation: Generation, sequences: int) -> None:
+        generation.in_flight += sequences
+        self._in_flight += sequences
+
+    def _share_time(self) -> None:
+        """Add the time since the last look to the steps with something in flight, by their sequences."""
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        for one in self._running.values():
+            one.seconds += passed * one.in_flight / max(self._in_flight, 1)
 
     def _show(self) -> None:
         if time.monotonic() - self._shown < 1:

@@ -1,0 +1,197 @@
+"""Print what the reading commands found: reports, profiles, plans, explanations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flows.terminal import plain, print_json, print_table
+from tasks.earlier import Place
+from tasks.estimate import Estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from storage.store import Store
+    from tasks.data.profile import Profile
+    from tasks.estimate import Range
+    from tasks.explain import Explanation
+    from tasks.forecast import Forecast
+    from tasks.outcome import Outcome
+    from tasks.plan import Planned
+
+
+def print_profile(address: str, profile: Profile) -> None:
+    """Print what a file of pairs holds."""
+    print(f"{plain(address)}\n{plain(profile.layout)}")
+    print(
+        f"{profile.rows} rows, {profile.kept} pairs of {profile.groups} groups, {profile.multi_turn} with several turns"
+    )
+    if profile.dropped:
+        dropped = [(reason, count, profile.why[reason][:100]) for reason, count in profile.dropped.items()]
+        print_table(("dropped", "rows", "first met"), dropped)
+    if len(profile.subsets) > 1:
+        print_table(("subset", "pairs"), profile.subsets.items())
+    if not profile.kept:
+        return
+    names = ("mean", "median", "p95", "max")
+    sizes = [(part, *(f"{size[name]:.0f}" for name in names)) for part, size in profile.lengths.items()]
+    print_table((profile.unit, *names), sizes)
+    print(f"gold is A in {profile.gold_a} of {profile.kept} pairs, {100 * profile.gold_a / profile.kept:.1f} %")
+    scores = [
+        (one.judge, f"{100 * one.accuracy:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]", one.n, one.clusters)
+        for one in profile.baselines
+    ]
+    print_table(("judge without judgment", "% right, 95 % interval", "pairs", "groups"), scores)
+    for example in profile.examples:
+        texts = [(part, example[part].replace("\n", " ↵ ")) for part in ("prompt", "better", "worse")]
+        print_table((example["pair_id"], ""), texts)
+
+
+def print_report(store: Store, run_id: str, *, as_json: bool) -> None:
+    """Print a run's results, yields and comparisons."""
+    from tasks.report import make_report, results_table
+
+    report = make_report(store, run_id)
+    if as_json:
+        print_json(report.to_json())
+        return
+    rows = results_table(report)
+    if not rows:
+        print(f"{run_id}: no checkpoint is evaluated yet")
+        return
+    print_table(list(rows[0]), [list(one.values()) for one in rows], title=f"{run_id}: % with 95 % intervals")
+    yields = [
+        (
+            one.iteration,
+            one.asked,
+            one.with_rows,
+            f"{100 * one.with_rows / max(one.asked, 1):.0f} %",
+            one.completions,
+            one.selected,
+            one.rows,
+            one.hinted,
+            ", ".join(f"{reason} {count}" for reason, count in one.dropped.items()),
+        )
+        for one in report.yields
+    ]
+    columns = ("iteration", "prompts", "with a row", "yield", "completions", "selected", "training rows", "hinted")
+    if yields:
+        print_table((*columns, "dropped"), yields)
+    for one in report.compared:
+        against = "the untrained judge" if one.against == "base" else f"checkpoint {one.against}"
+        print(
+            f"{plain(one.suite)}: checkpoint {one.judge} − {against}: {100 * one.difference:+.1f} points "
+            f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}], p = {one.p:.2g}, {one.n} pairs, clustered by prompt"
+        )
+    print(f"engine starts: {report.engine_starts}")
+
+
+def print_plan(planned: list[Planned], forecast: Forecast) -> None:
+    """Print each step: reused or to do, why, and what it will take; then the sums, the suites and the sources."""
+    costed = {one.place: one.estimate for one in forecast.steps}
+    rows = []
+    for one in planned:
+        estimate = costed.get(Place(one.iteration, one.step, one.label), Estimate())
+        took = (_number(estimate.tokens), _seconds(estimate.seconds))
+        rows.append((one.iteration, f"{one.step} {one.label}".strip(), one.state, one.rows, *took, one.why))
+    print_table(("iteration", "step", "state", "rows", "tokens", "time", "why"), rows)
+    todo = sum(one.state == "to do" for one in planned)
+    print(f"{len(planned) - todo} steps reused, {todo} to do")
+    if not todo:
+        return
+    if forecast.suites():
+        suites = [_costs(suite, parts) for suite, parts in forecast.suites().items()]
+        print_table(("to do", *COSTS), [*suites, _costs("in all", forecast.totals())])
+    for source in dict.fromkeys(one.estimate.source for one in forecast.steps if one.estimate.source):
+        print(f"rates: {plain(source)}")
+    if forecast.sizes:
+        print(f"rows and prompts: {plain(forecast.sizes)}")
+    unknown = f"; not known: time of {', '.join(forecast.unknown())}" if forecast.unknown() else ""
+    print(f"engine starts: {forecast.engine_starts()}{unknown}")
+
+
+COSTS = ("prompt tokens", "tokens", "time", "GPU hours", "stored")
+
+
+def _costs(what: str, costs: Mapping[str, Range]) -> tuple[str, ...]:
+    counts = (_number(costs["prompt_tokens"]), _number(costs["tokens"]), _seconds(costs["seconds"]))
+    return (
+        f"evaluate {what}" if what != "in all" else what,
+        *counts,
+        _hours(costs["gpu_hours"]),
+        _bytes(costs["bytes"]),
+    )
+
+
+def _number(one: Range | None) -> str:
+    """Show `12 k (9 k–15 k)`."""
+    return _ranged(one, lambda value: _scaled(value, 1000, ("", " k", " M", " G", " T")))
+
+
+def _bytes(one: Range | None) -> str:
+    return _ranged(one, lambda value: f"{_scaled(value, 1024, (' ', ' ki', ' Mi', ' Gi', ' Ti'))}B")
+
+
+def _hours(one: Range) -> str:
+    return _ranged(one, lambda value: f"{value:.3g}")
+
+
+def _seconds(one: Range | None) -> str:
+    return _ranged(one, _duration)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{seconds / 3600:.1f} h"
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    at = 0
+    while value >= step and at < len(units) - 1:
+        value, at = value / step, at + 1
+    return f"{value:.3g}{units[at]}"
+
+
+def _ranged(one: Range | None, show: Callable[[float], str]) -> str:
+    if one is None:
+        return "–"
+    return show(one.value) if one.low == one.high else f"{show(one.value)} ({show(one.low)}–{show(one.high)})"
+
+
+def print_outcomes(run_id: str, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    """Print what was planned of each step beside what happened."""
+    if as_json:
+        print_json([one.to_json() for one in outcomes])
+        return
+    columns = ("iteration", "step", "tokens planned", "happened", "ratio", "seconds planned", "happened", "ratio")
+    rows = [
+        (
+            one.iteration,
+            f"{one.step} {one.label}".strip(),
+            *(_plain_number(value) for value in (one.tokens_planned, one.tokens, one.tokens_ratio)),
+            *(_plain_number(value) for value in (one.seconds_planned, one.seconds, one.seconds_ratio)),
+        )
+        for one in outcomes
+    ]
+    print_table(columns, rows, title=f"{run_id}: planned at its start, and happened")
+
+
+def _plain_number(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return f"{value:,.0f}".replace(",", " ") if value >= 1000 else f"{value:.3g}"
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Print each step's state and why, one line for each difference."""
+    rows = []
+    for one in explanation.steps:
+        first = (one.iteration, f"{one.step} {one.label}".strip(), one.state, one.against or "")
+        for number, why in enumerate(one.why or ("",)):
+            rows.append((*(first if number == 0 else ("",) * len(first)), why))
+    against = f"compared with {', '.join(explanation.against)}" if explanation.against else "no run to compare with"
+    print_table(("iteration", "step", "state", "against", "why"), rows, title=against)
+    for warning in explanation.warnings:
+        print(f"note: {plain(warning)}")
