@@ -66,6 +66,10 @@ class Context:
     work: Path
     emit: Callable[[Event], None] = field(default=lambda event: None)
 
+    def warn(self, message: str) -> None:
+        """Tell the listener one sentence about what went wrong and is mended."""
+        self.emit({"event": "warning", "message": message})
+
     def committed(self, step: Step) -> Manifest | None:
         """Look up the step; None where it is not done."""
         return self.store.manifest(step.key)
