@@ -71,6 +71,8 @@ def dpo_trainer(policy: Any, course: Course) -> ObservedDPO:
         data_collator=with_rows(DataCollatorForPreference(pad_token_id=pad_token(course.rows))),
     )
     trainer.precompute_ref_logps = True
+    if ranks.count() > 1:
+        trainer.accelerator.gather = _gather
     if adapter and "ref" in policy.peft_config:
         policy.delete_adapter("ref")  # TRL's copy of the start; the reference is what the config says
     trainer.follow(course)
@@ -91,6 +93,12 @@ def _columns(course: Course) -> dict[str, list[Any]]:
         columns = {name: [*values, values[0]] for name, values in columns.items()}
         columns["row"][-1] = FILLER
     return columns
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Join what processes hold, of any length: accelerate's own way wants equal ones, and parts may differ."""
+    found: torch.Tensor = torch.cat([torch.atleast_1d(one) for one in ranks.gather(tensor.detach().cpu())])
+    return found.to(tensor.device)
 
 
 def reference_logprobs(rows: Rows, reference: ModelFolder, *, batch: int) -> dict[str, list[float]]:
