@@ -76,6 +76,8 @@ def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None)
     parts: list[Part] = []
     if config.engine.kind is EngineKind.VLLM:
         parts += _engine(config, facts, machine)
+    if config.engine.kind is EngineKind.TRANSFORMERS:
+        parts += _plain_engine(config, facts)
     if config.train.kind == "trl":
         parts += _trainer(config, facts, gpu=bool(machine.gpus))
     needed = Memory(tuple(parts), ())
@@ -114,6 +116,24 @@ def _engine(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[Part
     return [*parts, _part("engine", "KV cache", cache, "max_num_seqs × max_len × bytes a token, at most what is left")]
 
 
+def _plain_engine(config: RunConfig, facts: ModelFacts) -> list[Part]:
+    """Give what transformers takes: a cache of its own for each sequence, and the next token's logits of all."""
+    engine = config.engine
+    width = DTYPE_BYTES[engine.dtype]
+    logits = engine.max_num_seqs * facts.vocab * LOGIT_BYTES
+    return [
+        _part("engine", "weights", facts.parameters * width, f"parameters × {width} B"),
+        _part("engine", "process and buffers", TRAINER_BYTES, "constant"),
+        _part(
+            "engine",
+            "KV cache",
+            engine.max_num_seqs * _sequence_bytes(config, facts),
+            "max_num_seqs × max_len × bytes a token",
+        ),
+        _part("engine", "logits", logits, f"max_num_seqs × vocabulary × {LOGIT_BYTES} B (fp32, their softmax)"),
+    ]
+
+
 def _trainer(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> list[Part]:
     train, dpo = config.train, config.method is Method.STAR_DPO
     width = 2 if gpu else 4  # frozen weights
@@ -126,8 +146,9 @@ def _trainer(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> list[Part]:
         if dpo:  # in full tuning it is gone before the gradients come, and smaller than they are
             parts.append(_part("trainer", "reference model", facts.parameters * width, f"parameters × {width} B"))
     else:
-        formula = f"parameters × {MASTER_BYTES} B (fp32)"
-        parts.append(_part("trainer", "weights, gradients, Adam", facts.parameters * MASTER_BYTES, formula))
+        shards = train.processes if gpu else 1  # on CPUs each process has all
+        formula = f"parameters × {MASTER_BYTES} B (fp32)" + (" / processes" if shards > 1 else "")
+        parts.append(_part("trainer", "weights, gradients, Adam", facts.parameters * MASTER_BYTES / shards, formula))
     return [*parts, *_batch(config, facts, rows=2 if dpo else 1, gpu=gpu)]
 
 
@@ -155,7 +176,7 @@ def _part(job: str, name: str, size: float, formula: str) -> Part:
 def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Memory) -> list[str]:
     engine, most = config.engine, facts.max_positions
     problems = []
-    length = config.model.max_len + (FORCED_CHOICE if engine.kind is EngineKind.VLLM else 0)
+    length = config.model.max_len + (0 if engine.kind is EngineKind.SCRIPTED else FORCED_CHOICE)
     if most is not None and length > most:
         problems.append(
             f"model.max_len: {config.model.max_len} is too long for the model, which knows {most} positions; "
@@ -164,6 +185,11 @@ def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Me
     if machine.gpus and engine.tensor_parallel > len(machine.gpus):
         problems.append(
             f"engine.tensor_parallel: {engine.tensor_parallel} GPUs are asked for "
+            f"and this machine shows {len(machine.gpus)}; lower it."
+        )
+    if machine.gpus and config.train.processes > len(machine.gpus):
+        problems.append(
+            f"train.processes: {config.train.processes} GPUs are asked for "
             f"and this machine shows {len(machine.gpus)}; lower it."
         )
     one = _sequence_bytes(config, facts) / GIB
@@ -182,9 +208,11 @@ def _too_large(config: RunConfig, machine: Machine, needed: Memory) -> list[str]
     if machine.gpus:
         usable = whole * config.engine.gpu_memory
         there, lever = f"there is a GPU of {whole:.1f} GiB", "raise engine.tensor_parallel or engine.gpu_memory"
+    if config.engine.kind is EngineKind.TRANSFORMERS:
+        usable, lever = whole, "lower engine.max_num_seqs"
     problems = []
     if needed.engine > usable:
-        share = f", {usable:.1f} of it by engine.gpu_memory" if machine.gpus else ""
+        share = f", {usable:.1f} of it by engine.gpu_memory" if usable < whole else ""
         problems.append(
             f"engine: it needs about {needed.engine:.1f} GiB and {there}{share}; "
             f"choose a smaller model, lower model.max_len or {lever}."

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from configs.run import HINT_WORDS, LORA_MIN_LEARNING_RATE, EngineKind, Method, RationalizeConfig, RunConfig, Source
+from configs.run import (
+    HINT_WORDS,
+    LORA_MIN_LEARNING_RATE,
+    EngineConfig,
+    EngineKind,
+    Method,
+    RationalizeConfig,
+    RunConfig,
+    Source,
+)
 
 PLACEHOLDERS = ("prompt", "response_a", "response_b")
 VERDICTS = ("[[A]]", "[[B]]")
@@ -220,7 +229,7 @@ def _prompt(config: RunConfig) -> Found:
                 "holds a verdict, which is added from the key `verdict`; take it out",
             )
     told = all(verdict in system + prompt.user for verdict in VERDICTS) or prompt.few_shot or config.bootstrap
-    if not told and config.method is not Method.GENRM and config.engine.kind is EngineKind.VLLM:
+    if not told and config.method is not Method.GENRM and config.engine.kind is not EngineKind.SCRIPTED:
         yield (
             "prompt.user",
             "nothing tells the judge to end with [[A]] or [[B]]; say it, or give prompt.few_shot or a bootstrap",
@@ -232,6 +241,14 @@ def _engine(config: RunConfig) -> Found:
         ours = NAMED_ELSEWHERE.get(name.replace("-", "_"))
         if ours is not None:
             yield f"engine.extra.{name} {ours}", f"is set by {ours}; set it there, where the step keys see it"
+    if config.engine.kind is EngineKind.TRANSFORMERS:
+        for name in ("quantization", "kv_cache_dtype", "tensor_parallel"):
+            value, default = getattr(config.engine, name), EngineConfig.model_fields[name].default
+            if value != default:
+                yield (
+                    f"engine.{name} engine.kind",
+                    f"`{value}` is of vLLM, and engine.kind transformers has no such thing; take it out",
+                )
     served = config.engine.kind is EngineKind.VLLM and config.engine.adapter == "serve"
     if served and config.train.lora and config.train.lora.r > VLLM_MAX_LORA_RANK:
         yield (
@@ -348,6 +365,17 @@ def _training(config: RunConfig) -> Found:
         yield (
             "train.per_device_batch train.batch_size",
             f"{train.per_device_batch} doesn't divide train.batch_size {train.batch_size}; choose a divisor",
+        )
+    elif train.batch_size % (together := train.per_device_batch * train.processes):
+        yield (
+            "train.batch_size train.per_device_batch train.processes",
+            f"{train.batch_size} is no multiple of train.per_device_batch {train.per_device_batch} x train.processes "
+            f"{train.processes} = {together} rows that are trained at a time; set one",
+        )
+    if train.processes > 1 and train.resume == "store":
+        yield (
+            "train.resume train.processes",
+            "`store` keeps the state of one process, and train.processes asks for more; set local or off",
         )
     rates = [("train.learning_rate", train.learning_rate)]
     if config.bootstrap and config.bootstrap.learning_rate is not None:

@@ -173,11 +173,12 @@ class EngineKind(StrEnum):
     """Name what writes the completions."""
 
     VLLM = "vllm"
+    TRANSFORMERS = "transformers"  # plain `generate`, for machines that vLLM has no wheel for; slow
     SCRIPTED = "scripted"
 
 
 class EngineConfig(Section):
-    """Name the engine; there is no automatic choice."""
+    """Name the engine; there is no automatic choice. All that is said of memory and kernels is for vLLM alone."""
 
     kind: EngineKind = EngineKind.VLLM
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -196,7 +197,9 @@ class EngineConfig(Section):
     )
     enforce_eager: Annotated[bool, NotInKey("compilation does not change what is asked")] = False
     max_num_seqs: Annotated[int, NotInKey("batching does not change what is asked")] = Field(256, ge=1)
-    extra: dict[str, Any] = Field(default_factory=dict, description="passed verbatim to vLLM")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="passed verbatim to vLLM's EngineArgs, or to transformers' from_pretrained"
+    )
 
 
 class SampleOrder(StrEnum):
@@ -296,6 +299,9 @@ class TrainConfig(Section):
     learning_rate: float = Field(1e-6, gt=0)
     batch_size: int = Field(32, ge=1, description="effective batch: rows an optimiser step")
     per_device_batch: Annotated[int, NotInKey("the effective batch is what counts")] = Field(8, ge=1)
+    processes: Annotated[int, NotInKey("the effective batch is what counts")] = Field(
+        1, ge=1, description="GPUs of this machine that train together: one process each, all weights in shards"
+    )
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = Field(0.1, ge=0, lt=1, description="share of the optimiser steps")
     weight_decay: float = Field(0.1, ge=0)
@@ -304,7 +310,9 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     beta: float = Field(1.0, gt=0, description="DPO")
     nll_weight: float = Field(0.0, ge=0, description="DPO: weight of the SFT loss on the chosen side")
-    resume: Annotated[Literal["local", "off"], NotInKey("a resumed training repeats the undisturbed one")] = "local"
+    resume: Annotated[Literal["local", "store", "off"], NotInKey("a resumed training repeats the undisturbed one")] = (
+        Field("local", description="keep an interrupted training's state on this disk, in the store as well, nowhere")
+    )
     save_every: Annotated[int, NotInKey("saving does not change the training")] = Field(
         50, ge=1, description="optimiser steps between checkpoints inside the step"
     )

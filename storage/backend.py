@@ -46,7 +46,7 @@ class Backend(Protocol):
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Create or replace the object: for beats and claims only."""
+        """Create or replace the object: for beats, claims and the state of unfinished steps only."""
         ...
 
     def put_file(self, key: str, path: Path, *, sha256: str, read_back: bool) -> None:

@@ -15,6 +15,7 @@ from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.errors import CorruptArtifactError, StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from storage.backend import Backend
@@ -35,7 +36,9 @@ class CheckpointRef:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """Name a file by its size and content."""
+
     name: str
     bytes: int
     sha256: str
@@ -46,17 +49,17 @@ def put(backend: Backend, folder: Path) -> CheckpointRef:
 
     Raises StoreError for anything but a flat folder of safetensors, JSON, tokenizer and template files.
     """
-    paths = _checked(folder)
-    entries = [_Entry(name, path.stat().st_size, digest_file(path)) for name, path in paths.items()]
-    index = canonical_json({"files": [asdict(entry) for entry in entries]})
+    paths = checked(folder)
+    entries = [entry(path) for path in paths.values()]
+    index = canonical_json({"files": [asdict(one) for one in entries]})
     digest = digest_bytes(index)
-    for entry in entries:
-        key = layout.checkpoint(digest, entry.name)
-        backend.put_file(key, paths[entry.name], sha256=entry.sha256, read_back=True)
+    for one in entries:
+        key = layout.checkpoint(digest, one.name)
+        backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
     failpoint.hit(f"checkpoint {digest} payload stored")
     backend.put_new(layout.checkpoint_index(digest), index)
     _read_index(backend, digest)  # a damaged index must be an error here and not next week
-    return CheckpointRef(digest=digest, bytes=sum(entry.bytes for entry in entries), files=tuple(paths))
+    return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
 
 
 def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:
@@ -71,20 +74,15 @@ def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:
     with cache.scratch() as scratch:
         built = scratch / "checkpoint"
         built.mkdir()
-        for entry in entries:
-            download(
-                backend,
-                layout.checkpoint(digest, entry.name),
-                built / entry.name,
-                sha256=entry.sha256,
-                size=entry.bytes,
-            )
-        _checked(built)
+        for one in entries:
+            where = layout.checkpoint(digest, one.name)
+            download(backend, where, built / one.name, sha256=one.sha256, size=one.bytes)
+        checked(built)
         return cache.keep_folder(built, digest)
 
 
-def _checked(folder: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint folder by name, in order; refuse all that could run code or isn't whole."""
+def checked(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder of weights by name, in order; refuse all that could run code or isn't whole."""
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder with a checkpoint")
     paths = {path.name: path for path in sorted(folder.iterdir())}
@@ -132,7 +130,7 @@ def _check_json(path: Path) -> None:
         raise StoreError(f"{path} is not JSON; save the model again") from None
 
 
-def _read_index(backend: Backend, digest: str) -> list[_Entry]:
+def _read_index(backend: Backend, digest: str) -> list[Entry]:
     key = layout.checkpoint_index(digest)
     found = ""
     for _ in range(record.READ_TRIES):
@@ -144,17 +142,23 @@ def _read_index(backend: Backend, digest: str) -> list[_Entry]:
             ) from None
         found = digest_bytes(data)
         if found == digest:
-            return [_entry(entry, backend.address(key)) for entry in json.loads(data)["files"]]
+            return [parse_entry(one, backend.address(key)) for one in json.loads(data)["files"]]
     raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; restore it")
 
 
-def _entry(fields: dict[str, Any], address: str) -> _Entry:
-    entry = _Entry(**fields)
-    _check_name(entry.name, f"{entry.name} in {address}")
-    return entry
+def entry(path: Path) -> Entry:
+    """Name a local file."""
+    return Entry(path.name, path.stat().st_size, digest_file(path))
 
 
-def _holds(folder: Path, entries: list[_Entry]) -> bool:
+def parse_entry(fields: Mapping[str, Any], address: str) -> Entry:
+    """Read an entry of the index at `address`; StoreError for a name that has no place among weights."""
+    found = Entry(**fields)
+    _check_name(found.name, f"{found.name} in {address}")
+    return found
+
+
+def _holds(folder: Path, entries: list[Entry]) -> bool:
     """Say whether a cached folder has these files and no others, with these digests."""
     if not folder.is_dir() or {path.name for path in folder.iterdir()} != {entry.name for entry in entries}:
         return False

@@ -90,6 +90,17 @@ def part(step_key: str, number: int, artifact: str, *, index: int, sha256: str) 
     return f"{attempt(step_key, number)}{name(artifact)}/part-{index:05d}-{digest(sha256)}.parquet"
 
 
+def state(step_key: str, number: int) -> str:
+    """Name the record of the state inside an attempt that is not committed yet."""
+    return f"{attempt(step_key, number)}state.json"
+
+
+def state_folder(step_key: str, number: int, generation: str | None = None) -> str:
+    """Name the folder of such state, or of one generation of it, with its slash."""
+    folder = f"{attempt(step_key, number)}state/"
+    return folder if generation is None else f"{folder}{digest(generation)}/"
+
+
 def checkpoint(checkpoint_digest: str, file: str) -> str:
     """Name a file of a checkpoint."""
     return f"checkpoints/{digest(checkpoint_digest)}/{name(file)}"

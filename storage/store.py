@@ -20,6 +20,7 @@ from storage.errors import StoreError
 from storage.local import LocalBackend
 from storage.probe import probe
 from storage.runlog import RunLog
+from storage.state import StepState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +79,10 @@ class Store:
         while (attempt := self._attempt(key, number)).is_void():
             number += 1
         return attempt
+
+    def state(self, key: str) -> StepState:
+        """Return the place of the state inside the attempt to write, from which an interrupted step goes on."""
+        return StepState(key=key, number=self.attempt(key).number, backend=self.backend)
 
     def find_step(self, beginning: str) -> str:
         """Return the key of the one step that begins so; StoreError where none or several do. Lists the steps."""

@@ -161,7 +161,12 @@ class Run:
         training = train.Training(iteration, rows.key, artifact, start, reference)
         step = train.train_step(self.config, training, rows)
         manifest = self._job("train", step, training.to_json(), iteration=iteration)
+        self._discard_state(manifest)
         return Checkpoint(iteration, Model(**manifest.facts["model"]), manifest.key)
+
+    def _discard_state(self, manifest: Manifest) -> None:
+        """Delete what a job left that was killed right behind its commit."""
+        train.discard_state(self._context, manifest.key)
 
     @property
     def _cache(self) -> Path:
@@ -205,6 +210,9 @@ class DryRun(Run):
 
     def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
         raise NotCommittedError(kind)
+
+    def _discard_state(self, manifest: Manifest) -> None:
+        pass
 
 
 def create_run(store: Store, config: RunConfig) -> str:

@@ -65,6 +65,10 @@ class Context:
     work: Path
     emit: Callable[[Event], None] = field(default=lambda event: None)
 
+    def warn(self, message: str) -> None:
+        """Tell the listener one sentence about what went wrong and is mended."""
+        self.emit({"event": "warning", "message": message})
+
     def committed(self, step: Step, *, iteration: int) -> Manifest | None:
         """Look up the step that an iteration asks for; None where it is not done."""
         return self.store.manifest(step.key)

@@ -75,7 +75,7 @@ def train_step(config: RunConfig, training: Training, rows: Manifest) -> Step:
 
 
 def make_checkpoint(context: Context, step: Step, training: Training, trainer: Callable[..., Any]) -> dict[str, Any]:
-    """Train in the work folder and put the checkpoint into the store; the scratch is deleted after the commit."""
+    """Train in the work folder and put the checkpoint into the store; its state is deleted after the commit."""
     from tasks.training.request import ModelFolder, TrainRequest
 
     store, config = context.store, context.config
@@ -105,6 +105,8 @@ def make_checkpoint(context: Context, step: Step, training: Training, trainer: C
             token=step.key,
             out=scratch / "out",
             progress=progress,
+            remote=store.state(step.key) if config.train.resume == "store" else None,
+            warn=context.warn,
         )
     )
     checkpoint = store.put_checkpoint(result.folder).digest
@@ -117,9 +119,11 @@ def make_checkpoint(context: Context, step: Step, training: Training, trainer: C
     }
 
 
-def discard_scratch(context: Context, step: Step) -> None:
-    """Delete the trainer's local state once its step is committed."""
-    shutil.rmtree(context.work / "train" / step.key, ignore_errors=True)
+def discard_state(context: Context, key: str) -> None:
+    """Delete the trainer's state, here and in the store, once its step is committed."""
+    shutil.rmtree(context.work / "train" / key, ignore_errors=True)
+    if context.config.train.resume == "store":
+        context.store.state(key).discard()
 
 
 def _progress(training: Training, numbers: Mapping[str, Any]) -> Event:

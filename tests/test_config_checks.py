@@ -132,6 +132,9 @@ LORA = "train.lora={r: 8}"
         (["sample.stop.0='['"], "sample.stop.0", "verdict"),
         (["sample.stop.0=''"], "sample.stop.0", "empty"),
         (["engine.extra.max_model_len=9"], "engine.extra.max_model_len", "model.max_len"),
+        (["engine.kind=transformers", "engine.kv_cache_dtype=fp8"], "engine.kv_cache_dtype", "has no such thing"),
+        (["train.processes=3"], "train.batch_size", "multiple of train.per_device_batch 8 x train.processes 3 = 24"),
+        (["train.processes=2", "train.resume=store"], "train.resume", "set local or off"),
     ],
 )
 def test_contradictions_name_the_key(tmp_path, monkeypatch, overrides, key, word):
@@ -163,6 +166,9 @@ def test_contradictions_name_the_key(tmp_path, monkeypatch, overrides, key, word
         ["prompt.user='{prompt} {response_a} {response_b}'", "engine.kind=scripted"],
         ["prompt.user='{prompt} {response_a} {response_b} as {\"verdict\": 1} [[A]] [[B]]'"],
         ["model.base=."],
+        ["train.processes=4", "train.per_device_batch=4"],
+        ["train.resume=store"],
+        ["engine.kind=transformers", "engine.extra.attn_implementation=eager"],
     ],
 )
 def test_what_is_in_order_is_not_refused(tmp_path, overrides):

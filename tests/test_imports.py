@@ -22,15 +22,16 @@ KNOWN = {
     "storage": {"storage"},
     "configs": {"configs"},
 }
+PLAIN_ENGINE = ("tasks.engines.transformers", "tasks.engines.watching")
 # Libraries that only these may import, at any depth of the file.
 FENCED = {
     "vllm": ("tasks.engines.vllm",),
-    "torch": ("tasks.training.", "tasks.models"),
+    "torch": ("tasks.training.", "tasks.models", *PLAIN_ENGINE),
     "trl": ("tasks.training.",),
-    "peft": ("tasks.training.",),
+    "peft": ("tasks.training.", *PLAIN_ENGINE),
     "datasets": ("tasks.training.", "tasks.data.hub"),
     "accelerate": ("tasks.training.",),
-    "transformers": ("tasks.training.", "tasks.engines.template", "tasks.models"),
+    "transformers": ("tasks.training.", "tasks.engines.template", "tasks.models", *PLAIN_ENGINE),
     "fsspec": ("storage.",),
     "s3fs": ("storage.",),
     "botocore": ("storage.",),

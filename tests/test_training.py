@@ -16,7 +16,7 @@ from configs.run import LoraConfig
 from storage.errors import StepFailedError
 from storage.schema import SCHEMAS
 from tasks.training import scripted
-from tasks.training.order import Batches, cut_batches, digest_rows, row_order
+from tasks.training.order import Batches, cut_batches, deal, digest_rows, merge_seen, row_order
 from tasks.training.request import ModelFolder, check_request
 from tasks.training.resume import MARKER, TrainerState
 
@@ -67,6 +67,31 @@ def test_processes_share_the_batch_or_it_is_refused() -> None:
     assert cut_batches(settings(batch_size=32, per_device_batch=8), 100, processes=2).accumulation == 2
     with pytest.raises(StepFailedError, match="multiple of 3"):
         cut_batches(settings(batch_size=32), 100, processes=3)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 17, 21])
+@pytest.mark.parametrize(("batch", "part", "processes"), [(8, 2, 2), (8, 8, 1), (6, 2, 3), (8, 1, 4)])
+def test_processes_share_every_step_without_repeating_a_row(rows: int, batch: int, part: int, processes: int) -> None:
+    """The libraries would repeat rows to make the last step even."""
+    config = settings(batch_size=batch, per_device_batch=part, epochs=1)
+    batches = cut_batches(config, rows, processes=processes)
+    assert (batches.total, batches.batch, batches.steps) == (rows, min(batch, rows), -(-rows // batch))
+    for step in range(batches.steps):
+        dealt = deal(batches, step, processes=processes)
+        assert len(dealt) == processes
+        assert len({len(parts) for parts in dealt}) == 1, "processes keep step with each other"
+        assert all(len(one) <= batches.micro for parts in dealt for one in parts)
+        here = sorted(position for parts in dealt for one in parts for position in one)
+        assert here == list(range(step * batches.batch, min((step + 1) * batches.batch, rows)))
+        seen = [[100 + position for one in parts for position in one] for parts in dealt]
+        assert merge_seen(dealt, seen) == [100 + position for position in here]
+    assert len(deal(batches, 0, processes=processes)[0]) <= batches.accumulation
+
+
+def test_rows_that_were_not_dealt_are_seen() -> None:
+    dealt = deal(Batches(total=5, batch=5, micro=2, accumulation=2), 0, processes=2)
+    assert sorted(merge_seen(dealt, [[1, 2, 3, 4], [5]])) == [1, 2, 3, 4, 5]
+    assert len(merge_seen(dealt, [[1, 2, 3, 3], [4, 5]])) == 6
 
 
 def test_last_step_is_shorter_and_steps_are_counted() -> None:

@@ -20,7 +20,7 @@ from storage.store import open_store
 from tasks.history import read_history
 from tasks.jobs.launch import ProcessLauncher
 from tasks.run import Run, create_run, open_run
-from tests import small
+from tests import taught
 from tests.outer import command_line
 from tests.tiny_model import tiny_model
 
@@ -133,34 +133,6 @@ def test_engine_draws_reads_letters_scores_and_returns_errors_as_rows(model: Pat
     assert "exceed 128" in found["long"]["error"]
 
 
-def described(folder: Path, model: Path) -> RunConfig:
-    """Describe a run of one iteration whose warm start teaches the tiny model nothing but the form of a verdict."""
-    rows = folder / "pairs.jsonl"
-    with rows.open("w") as lines:
-        for number in range(80):
-            label = "AB"[number % 2]
-            answer = {"A": "good", "B": "bad"} if label == "A" else {"A": "bad", "B": "good"}
-            pair = {
-                "prompt": f"question {number}",
-                "response_a": answer["A"],
-                "response_b": answer["B"],
-                "label": label,
-            }
-            lines.write(json.dumps({**pair, "rationale": f"It is [[{label}]]"}) + "\n")
-    return small.config(
-        folder,
-        iterations=1,
-        model={"base": str(model), "max_len": 160},
-        data={"sources": [{"name": "made", "path": str(rows)}], "suites": []},
-        bootstrap={"rationales": str(rows), "epochs": 40, "learning_rate": 1e-2},
-        split={"dev": 0.1, "test": 0.1, "bootstrap": 24},
-        sample={"n": 4, "max_tokens": 16, "shard_pairs": 8},
-        train={"kind": "trl", "lora": None, "learning_rate": 1e-3, "per_device_batch": 8},
-        evaluate={"votes": 1, "dev_votes": 1, "temperature": 0.0, "base": False},
-        engine=ENGINE,
-    )
-
-
 def open_real(config: RunConfig, run_id: str = "", listen: Any = None) -> Run:
     store = open_store(config.store)
     run_id = run_id or create_run(store, config)
@@ -180,7 +152,7 @@ def kill_engine_child(event: Any, killed: list[int]) -> None:
 def test_a_run_on_s3_survives_a_killed_vllm_child_and_starts_no_engine_too_many(
     model: Path, tmp_path: Path, bucket: str
 ) -> None:
-    config = described(tmp_path, model).model_copy(update={"store": f"s3://{bucket}/runs"})
+    config = taught.described(tmp_path, model, ENGINE).model_copy(update={"store": f"s3://{bucket}/runs"})
     killed: list[int] = []
     run = open_real(config, listen=lambda event: kill_engine_child(event, killed))
     with pytest.raises(TransientError, match=r"engine|job"):

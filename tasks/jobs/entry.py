@@ -80,7 +80,7 @@ def _train(context: Context, spec: JobSpec) -> None:
     else:
         from tasks.training.trainer import train as trainer
     context.ensure(step, lambda: train.make_checkpoint(context, step, training, trainer), iteration=training.iteration)
-    train.discard_scratch(context, step)
+    train.discard_state(context, step.key)
 
 
 JOBS: Mapping[str, Callable[[Context, JobSpec], None]] = {
@@ -112,12 +112,15 @@ def start_engine(context: Context, plan: SessionPlan, first: str) -> Engine:
         from tasks.engines.scripted import ScriptedEngine
 
         return cast("Engine", ScriptedEngine())
+    served, template = _served(context, model), load_template(context, model)
+    seed, max_len = int(first[:8], 16) >> 1, config.model.max_len
+    if config.engine.kind is EngineKind.TRANSFORMERS:
+        from tasks.engines.transformers import TransformersEngine
+
+        return cast("Engine", TransformersEngine(served, config.engine, template, max_len=max_len, seed=seed))
     from tasks.engines.vllm import VllmEngine
 
-    served = _served(context, model)
-    seed = int(first[:8], 16) >> 1
-    engine = VllmEngine(served, config.engine, load_template(context, model), max_len=config.model.max_len, seed=seed)
-    return cast("Engine", engine)
+    return cast("Engine", VllmEngine(served, config.engine, template, max_len=max_len, seed=seed))
 
 
 def _served(context: Context, model: Model) -> Served:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback
 
 from storage.errors import StepFailedError
 from storage.schema import SCHEMAS
-from tasks.training.order import digest_rows
+from tasks.training import ranks
+from tasks.training.order import deal, digest_rows, merge_seen
 from tasks.training.weights import on_cuda
 
 if TYPE_CHECKING:
@@ -27,29 +29,30 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tasks.training.order import Batches
+    from tasks.training.remote import Mirror
     from tasks.training.request import TrainRequest
-    from tasks.training.resume import TrainerState
     from tasks.training.rows import Rows
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+FILLER = -1  # number of the row that stands in where a process has none to train
 _OURS = ("loss", "learning_rate", "grad_norm", "epoch", "step", "rows", "row_count", "loss_tokens")
 
 
 @dataclass(frozen=True)
 class Course:
-    """Hold what a training follows: the encoded rows, their order, the batch sizes, and where state is kept."""
+    """Hold what a training follows: the encoded rows, their order, the batch sizes, and where its state is kept."""
 
     request: TrainRequest
     rows: Rows
     batches: Batches
     order: NDArray[np.int64]
-    state: TrainerState
+    mirror: Mirror
 
     def arguments(self) -> dict[str, Any]:
         """Give the settings that SFT and DPO share, in TRL's words."""
         config, batches, cuda = self.request.config, self.batches, on_cuda()
         return {
-            "output_dir": str(self.state.folder),
+            "output_dir": str(self.mirror.state.folder),
             "max_length": None,  # rows are checked; TRL's own limit of 1024 would cut the verdict off
             "per_device_train_batch_size": batches.micro,
             "gradient_accumulation_steps": batches.accumulation,
@@ -75,6 +78,7 @@ class Course:
             "disable_tqdm": True,
             "remove_unused_columns": False,
             "dataloader_pin_memory": cuda,
+            "ddp_find_unused_parameters": False,
         }
 
     def train_log(self, history: list[dict[str, Any]]) -> pa.Table:
@@ -100,6 +104,7 @@ class Observed:
         """Take the course; call once, before `train`."""
         self.course = course
         self._seen: list[int] = []
+        self.part_rows = 0  # of the part that is trained now; a part that only keeps step with the others has none
         self._seen_tokens = 0
         self.remove_callback(PrinterCallback)  # type: ignore[attr-defined]
         self.add_callback(_Progress(course))  # type: ignore[attr-defined]
@@ -108,14 +113,34 @@ class Observed:
         order: list[int] = self.course.order.tolist()
         return order
 
+    def get_train_dataloader(self) -> Any:
+        """Give this process its own parts of every step; the libraries would repeat rows to make the last one even."""
+        course, processes = self.course, ranks.count()
+        if processes == 1:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        filler = len(course.rows.prompts)  # the row behind the last one, which carries no loss
+        mine = [
+            course.order[part].tolist() or [filler]
+            for step in range(course.batches.steps)
+            for part in deal(course.batches, step, processes=processes)[ranks.rank()]
+        ]
+        return DataLoader(
+            self.train_dataset,  # type: ignore[attr-defined]
+            batch_sampler=mine,
+            collate_fn=self.data_collator,  # type: ignore[attr-defined]
+            pin_memory=on_cuda(),
+        )
+
     def loss_tokens(self, inputs: Mapping[str, Any]) -> int:
         """Count the tokens of a batch that carry loss."""
         return int(inputs["labels"][:, 1:].ne(-100).sum())
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Record rows and loss tokens of a batch; StepFailedError when its loss is no number."""
-        self._seen += inputs.pop("rows").tolist()
-        self._seen_tokens += self.loss_tokens(inputs)
+        rows = [row for row in inputs.pop("rows").tolist() if row != FILLER]
+        self.part_rows = len(rows)
+        self._seen += rows
+        self._seen_tokens += self.loss_tokens(inputs) if rows else 0
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if not torch.isfinite(loss):
             step = self.state.global_step + 1  # type: ignore[attr-defined]
@@ -129,23 +154,36 @@ class Observed:
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add what the step saw to the trainer's own numbers, which a resumed training takes up again."""
         if "loss" in logs:
+            seen = self._seen_by_all()
             logs |= {
-                "rows": digest_rows(self._seen),
-                "row_count": len(self._seen),
-                "loss_tokens": self._seen_tokens,
+                "rows": digest_rows(seen),
+                "row_count": len(seen),
+                "loss_tokens": sum(ranks.gather(self._seen_tokens)),
             }
             self._seen, self._seen_tokens = [], 0
         super().log(logs, start_time)  # type: ignore[misc]
 
+    def _seen_by_all(self) -> list[int]:
+        """Give the rows of the step that ends now, over all processes, in the order that one would see them."""
+        if ranks.count() == 1:
+            return self._seen
+        step = self.state.global_step - 1  # type: ignore[attr-defined]
+        return merge_seen(deal(self.course.batches, step, processes=ranks.count()), ranks.gather(self._seen))
+
     def _save(self, output_dir: str, state_dict: Any = None) -> None:
         """Save weights only: the library adds tokenizer, cards and a pickle of its arguments."""
-        self.model.save_pretrained(output_dir)  # type: ignore[attr-defined]
+        self.model.save_pretrained(output_dir, state_dict=state_dict)  # type: ignore[attr-defined]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step  # type: ignore[attr-defined]
-        shutil.rmtree(Path(self.course.state.folder) / f"checkpoint-{step}", ignore_errors=True)
+        if ranks.rank() == 0:
+            shutil.rmtree(Path(self.course.mirror.state.folder) / f"checkpoint-{step}", ignore_errors=True)
+        ranks.wait()
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        self.course.state.complete(step)
+        ranks.wait()
+        if ranks.rank() == 0:
+            self.course.mirror.state.complete(step)
+            self.course.mirror.saved(step)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.run import LORA_MIN_LEARNING_RATE, Method
 from storage.errors import StepFailedError
@@ -28,6 +28,22 @@ class ModelFolder:
     adapter: Path | None = None
 
 
+class StateStore(Protocol):
+    """Keep the newest state of an unfinished training where another machine finds it; all raise StoreError."""
+
+    def put(self, folder: Path, fields: Mapping[str, Any]) -> None:
+        """Keep the files of a folder, safetensors and JSON, in place of those before."""
+        ...
+
+    def newest(self) -> Mapping[str, Any] | None:
+        """Give the fields that were put last, None where there are none."""
+        ...
+
+    def fetch(self, folder: Path) -> None:
+        """Bring what was put last into an empty folder."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainRequest:
     """Ask for a training.
@@ -45,6 +61,8 @@ class TrainRequest:
         out: folder that the checkpoint is written to; made anew.
         progress: told after each optimiser step: train_step, train_steps, loss, learning_rate, seconds, eta_seconds,
             tokens_per_second.
+        remote: where state is kept beside `work`, None for there alone.
+        warn: told one sentence where something failed that costs time only.
 
     """
 
@@ -60,6 +78,8 @@ class TrainRequest:
     token: str
     out: Path
     progress: Callable[[Mapping[str, Any]], None]
+    remote: StateStore | None = None
+    warn: Callable[[str], None] = print
 
     @property
     def artifact(self) -> str:

@@ -30,9 +30,14 @@ class TrainerState:
     token: str
 
     @classmethod
+    def of(cls, work: Path, token: str) -> TrainerState:
+        """Name the state of a token, as it is."""
+        return cls(work / "trainer" / digest_bytes(token.encode())[:32], token)
+
+    @classmethod
     def open(cls, work: Path, token: str, *, keep: bool) -> TrainerState:
         """Open the state of a token and remove that of all others (and its own, unless `keep`)."""
-        state = cls(work / "trainer" / digest_bytes(token.encode())[:32], token)
+        state = cls.of(work, token)
         for other in state.folder.parent.glob("*"):
             if other != state.folder or not keep:
                 shutil.rmtree(other)
@@ -46,6 +51,10 @@ class TrainerState:
                 return checkpoint
             shutil.rmtree(checkpoint)
         return None
+
+    def step(self, checkpoint: Path) -> int:
+        """Give the train step of a checkpoint."""
+        return int(checkpoint.name.rpartition("-")[2])
 
     def complete(self, step: int) -> None:
         """Mark the checkpoint of a step as whole, then remove all but the newest two."""

@@ -8,7 +8,8 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from tasks.training.observed import Observed, with_rows
+from tasks.training import ranks
+from tasks.training.observed import FILLER, Observed, with_rows
 
 if TYPE_CHECKING:
     from tasks.training.observed import Course
@@ -37,11 +38,12 @@ def sft_trainer(policy: Any, course: Course) -> ObservedSFT:
 
 def _columns(rows: Rows) -> dict[str, list[Any]]:
     pairs = list(zip(rows.prompts, rows.sides["completion"], strict=True))
-    return {
-        "input_ids": [prompt + completion for prompt, completion in pairs],
-        "labels": [[IGNORED] * len(prompt) + completion for prompt, completion in pairs],
-        "row": list(range(len(pairs))),
-    }
+    ids = [prompt + completion for prompt, completion in pairs]
+    labels = [[IGNORED] * len(prompt) + completion for prompt, completion in pairs]
+    numbers = list(range(len(pairs)))
+    if ranks.count() > 1:
+        ids, labels, numbers = [*ids, ids[0]], [*labels, [IGNORED] * len(ids[0])], [*numbers, FILLER]
+    return {"input_ids": ids, "labels": labels, "row": numbers}
 
 
 def pad_token(rows: Rows) -> int:

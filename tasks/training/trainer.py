@@ -8,12 +8,16 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import MissingDependencyError, StepFailedError
+from storage.schema import empty
 from tasks.training.order import cut_batches, row_order
 from tasks.training.request import PROBES, TrainResult, check_request
 from tasks.training.resume import TrainerState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tasks.training.observed import Course
+    from tasks.training.remote import Mirror
     from tasks.training.request import TrainRequest
 
 _QUIET = {
@@ -42,37 +46,53 @@ def train(request: TrainRequest) -> TrainResult:
         raise MissingDependencyError(
             f"training needs TRL, which can't be imported ({error}): `pip install starwheel`"
         ) from error
+    from tasks.training.remote import Mirror
+
+    state = TrainerState.open(request.work, request.token, keep=request.config.resume != "off")
+    mirror = Mirror(request, state)
+    try:
+        resumed = mirror.restore()
+        if request.config.processes > 1:
+            from tasks.training.launch import train_together
+
+            return train_together(request, resumed)
+        return train_here(request, mirror, resumed)
+    finally:
+        mirror.close()
+
+
+def train_here(request: TrainRequest, mirror: Mirror, resumed: Path | None) -> TrainResult:
+    """Train in this process, with the others that it has joined; the result is that of rank 0, others give no tables.
+
+    `resumed` is the complete checkpoint to go on from, None to begin.
+    """
+    from tasks.training import ranks
+    from tasks.training.observed import Course
     from tasks.training.rows import encode_rows
 
     rows = encode_rows(request)
-    batches = cut_batches(request.config, len(rows.prompts))
-    from tasks.training.observed import Course
-
-    course = Course(
-        request=request,
-        rows=rows,
-        batches=batches,
-        order=row_order(rows.lengths, batches, seed=request.seed),
-        state=TrainerState.open(request.work, request.token, keep=request.config.resume == "local"),
-    )
-    return _run(course)
+    batches = cut_batches(request.config, len(rows.prompts), processes=ranks.count())
+    order = row_order(rows.lengths, batches, seed=request.seed)
+    return _run(Course(request, rows, batches, order, mirror), resumed)
 
 
-def _run(course: Course) -> TrainResult:
-    from tasks.training import scoring, weights
+def _run(course: Course, resumed: Path | None) -> TrainResult:
+    from tasks.training import ranks, scoring, weights
     from tasks.training.observed import completion_logits
 
     request, rows, started = course.request, course.rows, time.monotonic()
     policy = weights.load_policy(request)
     adapter = weights.adapter_state(policy) if request.config.lora else None
-    chosen = scoring.choose_probes(rows, PROBES)
+    chosen = scoring.choose_probes(rows, PROBES) if ranks.rank() == 0 else []
     before = scoring.probe(policy, rows, chosen, batch=course.batches.micro)
-    resumed = course.state.latest()
     trainer = _trainer(policy, course)
     ready = time.monotonic()
     with completion_logits():
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     trained = time.monotonic()
+    policy = weights.whole_policy(trainer, request.start)
+    if ranks.rank() > 0:
+        return TrainResult(request.out, empty("train_log"), empty("probes"), {})
     facts = _seen(course, trainer.state.log_history)
     if adapter is not None:
         facts |= weights.adapter_change(policy, adapter)
@@ -85,7 +105,7 @@ def _run(course: Course) -> TrainResult:
         weights.save_adapter(policy, request.out)
     else:
         weights.save_full(policy, request.start.base, request.out)
-    first = int(resumed.name.rpartition("-")[2]) if resumed else 0
+    first = course.mirror.state.step(resumed) if resumed else 0
     facts |= _times(course, first, ready - started, trained - ready) | _settings(course)
     table = scoring.probe_table(rows, chosen, start=before, end=after)
     return TrainResult(request.out, course.train_log(trainer.state.log_history), table, facts)
@@ -142,7 +162,7 @@ def _times(course: Course, first: int, setup: float, training: float) -> dict[st
 def _settings(course: Course) -> dict[str, Any]:
     from tasks.training.weights import on_cuda
 
-    lora, batches = course.request.config.lora, course.batches
+    lora, batches, processes = course.request.config.lora, course.batches, course.request.config.processes
     low = "bf16" if on_cuda() else "fp32"
     return {
         "device": "cuda" if on_cuda() else "cpu",
@@ -155,5 +175,6 @@ def _settings(course: Course) -> dict[str, Any]:
         "batch": batches.batch,
         "micro_batch": batches.micro,
         "accumulation": batches.accumulation,
+        "processes": processes,
         "versions": {name: metadata.version(name) for name in ("torch", "trl", "transformers", "peft", "accelerate")},
     }

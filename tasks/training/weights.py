@@ -124,6 +124,19 @@ def _change(changed: int, total: int, moved: float, weight: float) -> dict[str, 
     return {"share_changed": changed / total, "relative_change": (moved / weight) ** 0.5 if weight else 0.0}
 
 
+def whole_policy(trainer: Any, start: ModelFolder) -> Any:
+    """Give the trained model in one piece, on rank 0; where it is cut into shards every process must call this."""
+    if not trainer.is_fsdp_enabled:
+        return trainer.model
+    state = trainer.accelerator.get_state_dict(trainer.model)  # on the CPU, of rank 0 alone
+    if not trainer.is_world_process_zero():
+        return None
+    policy = _read_base(start.base, torch.float32)
+    policy.load_state_dict(state)
+    torch.cuda.empty_cache()
+    return policy.to("cuda" if on_cuda() else "cpu")
+
+
 def round_to_bf16(policy: Any) -> None:
     """Round the master weights to what will be saved and served, so that probes are of the saved weights."""
     with torch.no_grad():
