@@ -182,15 +182,16 @@ def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Me
             f"model.max_len: {config.model.max_len} is too long for the model, which knows {most} positions; "
             f"set {most - length + config.model.max_len} or less."
         )
+    also = ", or raise hardware.gpus" if config.hardware else ""
     if machine.gpus and engine.tensor_parallel > len(machine.gpus):
         problems.append(
             f"engine.tensor_parallel: {engine.tensor_parallel} GPUs are asked for "
-            f"and this machine shows {len(machine.gpus)}; lower it."
+            f"and there are {len(machine.gpus)}; lower it{also}."
         )
     if machine.gpus and config.train.processes > len(machine.gpus):
         problems.append(
             f"train.processes: {config.train.processes} GPUs are asked for "
-            f"and this machine shows {len(machine.gpus)}; lower it."
+            f"and there are {len(machine.gpus)}; lower it{also}."
         )
     one = _sequence_bytes(config, facts) / GIB
     if engine.kind is EngineKind.VLLM and not machine.gpus and one > engine.cpu_kv_cache_gib:
