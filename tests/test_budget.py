@@ -165,7 +165,7 @@ def test_the_kv_cache_takes_what_is_asked_or_what_is_left(tmp_path):
         (
             ["model.max_len=510", "engine.tensor_parallel=4"],
             Machine(100, (80.0, 80.0)),
-            ["engine.tensor_parallel: 4 GPUs", "shows 2"],
+            ["engine.tensor_parallel: 4 GPUs", "there are 2"],
         ),
         (["model.max_len=510"], Machine(1.0), ["engine: it needs about", "free RAM of 1.0 GiB"]),
     ],
