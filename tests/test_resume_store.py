@@ -146,7 +146,7 @@ def test_what_a_job_left_that_was_killed_behind_its_commit_goes_at_the_next_look
     (attempt,) = {path.parent for path in Path(url).rglob("state.json")}
     shutil.copytree(attempt / "state", tmp_path / "kept")
     manifest, _ = killed.resume()
-    shutil.copytree(tmp_path / "kept", attempt / "state")
+    shutil.copytree(tmp_path / "kept", attempt / "state", dirs_exist_ok=True)
     again, heard = killed.resume()
     assert again.key == manifest.key
     assert [event["reused"] for event in heard if event["event"] == "step"] == [True]
