@@ -17,6 +17,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FORCED_CHOICE = 2  # tokens that the engine adds to model.max_len to read a verdict's letter
 LOGIT_BYTES = 12
 MASTER_BYTES = 16  # fp32: weight 4, gradient 4, two moments of Adam 8
+WEIGHT_BYTES = 4
 LAYER_BYTES = 34  # activations of one layer a token, in units of its width, 16 bit (Korthikanti et al. 2022, eq. 2)
 ENGINE_BYTES = 3 * GIB  # its processes and work buffers: measured 2.9 beside weights and cache, vLLM 0.32 on CPU
 TRAINER_BYTES = 1.5 * GIB  # interpreter, libraries, work buffers
@@ -72,7 +73,8 @@ def fit(config: RunConfig, machine: Machine | None = None) -> list[tuple[str, fl
 
 def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None) -> Memory:
     """Estimate what the engine and the trainer need on one device, for rows as long as model.max_len allows."""
-    machine = machine or _named(config) or find_machine()
+    named = None if machine else _named(config)
+    machine = machine or named or find_machine()
     parts: list[Part] = []
     if config.engine.kind is EngineKind.VLLM:
         parts += _engine(config, facts, machine)
@@ -81,7 +83,9 @@ def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None)
     if config.train.kind == "trl":
         parts += _trainer(config, facts, gpu=bool(machine.gpus))
     needed = Memory(tuple(parts), ())
-    return Memory(needed.parts, tuple(_problems(config, facts, machine, needed)))
+    return Memory(
+        needed.parts, tuple(_problems(config, facts, machine, needed, lever="hardware.gpus" if named else ""))
+    )
 
 
 def _named(config: RunConfig) -> Machine | None:
@@ -146,10 +150,16 @@ def _trainer(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> list[Part]:
         if dpo:  # in full tuning it is gone before the gradients come, and smaller than they are
             parts.append(_part("trainer", "reference model", facts.parameters * width, f"parameters × {width} B"))
     else:
-        shards = train.processes if gpu else 1  # on CPUs each process has all
+        shards = train.processes if gpu else 1
         formula = f"parameters × {MASTER_BYTES} B (fp32)" + (" / processes" if shards > 1 else "")
         parts.append(_part("trainer", "weights, gradients, Adam", facts.parameters * MASTER_BYTES / shards, formula))
-    return [*parts, *_batch(config, facts, rows=2 if dpo else 1, gpu=gpu)]
+        if shards > 1:
+            whole = facts.parameters * WEIGHT_BYTES
+            parts.append(_part("trainer", "whole weights to save", whole, f"parameters × {WEIGHT_BYTES} B (fp32)"))
+    parts += _batch(config, facts, rows=2 if dpo else 1, gpu=gpu)
+    if gpu or train.processes == 1:
+        return parts
+    return [Part(one.job, one.name, one.gib * train.processes, f"{one.formula} × processes") for one in parts]
 
 
 def _batch(config: RunConfig, facts: ModelFacts, *, rows: int, gpu: bool) -> list[Part]:
@@ -173,7 +183,8 @@ def _part(job: str, name: str, size: float, formula: str) -> Part:
     return Part(job, name, size / GIB, formula)
 
 
-def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Memory) -> list[str]:
+def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Memory, *, lever: str) -> list[str]:
+    """Say what doesn't fit; `lever` is the key that names more GPUs, where one does."""
     engine, most = config.engine, facts.max_positions
     problems = []
     length = config.model.max_len + (0 if engine.kind is EngineKind.SCRIPTED else FORCED_CHOICE)
@@ -182,7 +193,7 @@ def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Me
             f"model.max_len: {config.model.max_len} is too long for the model, which knows {most} positions; "
             f"set {most - length + config.model.max_len} or less."
         )
-    also = ", or raise hardware.gpus" if config.hardware else ""
+    also = f", or raise {lever}" if lever else ""
     if machine.gpus and engine.tensor_parallel > len(machine.gpus):
         problems.append(
             f"engine.tensor_parallel: {engine.tensor_parallel} GPUs are asked for "

@@ -125,12 +125,14 @@ def plan(config: str, overrides: Sequence[str], store: str | None, against: str 
     from flows.printed import print_plan
     from flows.terminal import print_json
     from storage.store import open_store
+    from tasks.earlier import named_run
     from tasks.forecast import to_json
     from tasks.outcome import cost_plan
 
     described = load_config(config, [*_store_override(store), *overrides])
     opened = open_store(described.store)
-    planned, forecast = cost_plan(opened, described, star, [_find(opened, against)] if against else [])
+    compared = named_run(opened, _find(opened, against)) if against else None
+    planned, forecast = cost_plan(opened, described, star, compared)
     if as_json:
         print_json(to_json(planned, forecast))
         return
@@ -150,14 +152,18 @@ def explain(run_id: str, step: str | None, store: str | None, against: str | Non
     from flows.iteration import star
     from flows.printed import print_explanation
     from flows.terminal import print_json
-    from tasks.earlier import earlier_runs, read_earlier, readable
+    from tasks.earlier import earlier_runs, named_run, read_earlier, readable
     from tasks.explain import explain
     from tasks.history import read_history
 
     opened = _open(store)
     history = read_history(opened, _find(opened, run_id))
-    runs = [_find(opened, against)] if against else earlier_runs(opened, history.config.name, before=history.run_id)
-    earlier = read_earlier(opened, [*([] if against else [history]), *readable(opened, runs)])
+    if against:
+        compared = named_run(opened, _find(opened, against))
+    else:
+        runs = earlier_runs(opened, history.config.name, before=history.run_id)
+        compared = [history, *readable(opened, runs)]
+    earlier = read_earlier(opened, compared)
     found = explain(opened, history.config, star, earlier)
     if step is not None:
         named = tuple(one for one in found.steps if one.step == step)

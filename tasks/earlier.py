@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from configs.run import RunConfig, key_part
-from storage.errors import StoreError
+from storage.errors import DataError, StoreError
 from tasks.differences import Known, differences
 from tasks.history import History, Used, manifest_of, read_history
 from tasks.judge import prompts
@@ -78,13 +78,16 @@ class Earlier:
 
 
 def read_earlier(store: Store, histories: Sequence[History]) -> Earlier:
-    """Read the manifests that runs used, as their logs name them; of two runs in one place the first counts."""
+    """Read the manifests that runs used, as their logs name them; of two runs in one place the first counts.
+
+    A manifest that can't be read is left out: it is nothing to compare with, and no run that is to be made needs it.
+    """
     used: dict[Place, Used] = {}
     for history in histories:
         for one in history.used:
             used.setdefault(Place(one.iteration, one.step, one.label), one)
     with ThreadPoolExecutor(_READERS) as pool:
-        found = pool.map(lambda one: manifest_of(store, one), used.values())
+        found = pool.map(lambda one: _manifest(store, one), used.values())
     manifests = {place: one for place, one in zip(used, found, strict=True) if one is not None}
     known = Known()
     for history in histories:
@@ -97,6 +100,13 @@ def read_earlier(store: Store, histories: Sequence[History]) -> Earlier:
         known,
         {one.key: one.attempt for one in used.values()},
     )
+
+
+def _manifest(store: Store, used: Used) -> Manifest | None:
+    try:
+        return manifest_of(store, used)
+    except StoreError:
+        return None
 
 
 def learn_wording(known: Known, config: RunConfig) -> None:
@@ -126,6 +136,14 @@ def earlier_runs(store: Store, name: str | None = None, *, before: str | None = 
     if before in made:
         return made[made.index(before) + 1 :]
     return made
+
+
+def named_run(store: Store, run_id: str) -> list[History]:
+    """Read the run that the user compares with; DataError where it used no step, StoreError where it can't be read."""
+    history = read_history(store, run_id)
+    if not history.used:
+        raise DataError(f"{run_id} used no step yet, so nothing can be compared with it; name another run")
+    return [history]
 
 
 def readable(store: Store, runs: Iterable[str]) -> list[History]:

@@ -91,8 +91,9 @@ def forecast(config: RunConfig, planned: Sequence[Planned], sizes: Sizes, measur
     started: set[tuple[int, bool]] = set()
     for one in planned:
         place = Place(one.iteration, one.step, one.label)
-        rows = forecaster.rows(place, one.rows)  # later steps take what reused ones wrote, too
+        rows = forecaster.rows(place, one.rows)
         if one.state == "reused":
+            forecaster.take(place, one.rows)  # later steps go on from what it wrote
             continue
         session = _session(config, place)
         if session is not None and session not in started:
@@ -123,13 +124,18 @@ class _Forecaster:
         gpus = named.gpus if named else len(software()["host"]["gpus"])
         scripted = self.config.engine.kind is EngineKind.SCRIPTED
         self._gpus = 0 if scripted else min(gpus, self.config.engine.tensor_parallel)
-        self._train_gpus = 0 if self.config.train.kind == "scripted" else min(gpus, 1)
+        self._train_gpus = 0 if self.config.train.kind == "scripted" else min(gpus, self.config.train.processes)
         self._writer = "scripted" if scripted else "gpu" if gpus else "cpu"
         self._trainer = "scripted" if self.config.train.kind == "scripted" else "gpu" if gpus else "cpu"
         facts = find_facts(self.config.model) if not scripted else None
         self._parameters = facts.parameters if facts else None
 
     # ---- rows
+
+    def take(self, place: Place, rows: int | None) -> None:
+        """Count on what a reused step wrote instead of an estimate."""
+        if place.step in ("pairs", "indicators", "bootstrap") and rows is not None:
+            self.trained[place.iteration] = Range.exactly(rows)
 
     def rows(self, place: Place, planned: int | None) -> Range | None:
         """Give the rows that a step writes."""
@@ -167,7 +173,8 @@ class _Forecaster:
         pairs = self.sizes.count(part(iteration))
         orders = 2 if self.config.sample.order is SampleOrder.BOTH else 1
         assumed = ASSUMED["failed"].range.times(self.config.rationalize.n * orders)
-        share = rates.failed_share(self.measured.manifests, self.sizes.pairs) or assumed
+        measured = rates.failed_share(self.measured.manifests)
+        share = measured.times(self.config.rationalize.n * orders) if measured else assumed
         return pairs.times(share) if pairs else None
 
     def _training_rows(self, place: Place, planned: int | None) -> Range | None:
@@ -240,8 +247,11 @@ class _Forecaster:
         share = ASSUMED[f"read {self._writer}"].range.value
         rate = measured.mean(place, rates.work_rate(share), room=LEAST_SECONDS)
         if rate is None:
-            rate = self._by_size(ASSUMED[f"generate {self._writer}"].range, self._writer)
+            rate = self._by_size(ASSUMED[f"generate {self._writer}"].range, self._writer, gpus=self._gpus)
             notes.append(f"rate: {ASSUMED[f'generate {self._writer}'].source}")
+            if rate is not None and self.config.engine.kind is EngineKind.TRANSFORMERS:
+                rate = rate.times(ASSUMED["plain generate"].range)
+                notes.append(ASSUMED["plain generate"].source)
         work = tokens.plus(read.times(share)) if read else tokens
         size = measured.mean(place, rates.bytes_a_row, room=LEAST_SECONDS)
         return Estimate(
@@ -262,12 +272,12 @@ class _Forecaster:
         hinted = place.step == "rationalize" and self.config.method is not Method.STAR_RATIONALIZER
         return self.config.rationalize.n if hinted else self.config.sample.n
 
-    def _by_size(self, rate: Range, machine: str) -> Range | None:
-        """Scale a rate of the reference model to this one's parameters; None where they aren't known."""
+    def _by_size(self, rate: Range, machine: str, *, gpus: int) -> Range | None:
+        """Scale a rate of the reference model on one device to this one and its GPUs; None where it isn't known."""
         if machine == "scripted":
             return rate
         reference = REFERENCE_GPU if machine == "gpu" else REFERENCE_CPU
-        return rate.times(reference / self._parameters) if self._parameters else None
+        return rate.times(reference / self._parameters * max(gpus, 1)) if self._parameters else None
 
     def _training(self, place: Place, rows: Range | None) -> Estimate:
         if rows is None:
@@ -281,7 +291,7 @@ class _Forecaster:
         rate = measured.mean(place, rates.train_rate, room=LEAST_SECONDS)
         if rate is None:
             assumed = ASSUMED[f"train {self._trainer}"]
-            rate = self._by_size(assumed.range, self._trainer)
+            rate = self._by_size(assumed.range, self._trainer, gpus=self._train_gpus)
             notes.append(f"rate: {assumed.source}")
         overhead = measured.mean(place, rates.train_overhead, room=LEAST_SECONDS)
         tokens = seen.times(each) if each else None

@@ -21,28 +21,31 @@ if TYPE_CHECKING:
     from configs.run import RunConfig
     from storage.manifest import Manifest
     from storage.store import Store
+    from tasks.history import History
 
 FILE = "plan.json"
 
 
 def cost_plan(
-    store: Store, config: RunConfig, walk: Any, against: Sequence[str] = ()
+    store: Store, config: RunConfig, walk: Any, against: Sequence[History] | None = None
 ) -> tuple[list[Planned], Forecast]:
     """Plan a config and estimate it by the run `against`, else the latest of its name, else the latest of all."""
-    named = readable(store, against or earlier_runs(store, config.name))
-    measured = named or readable(store, earlier_runs(store))
-    earlier = read_earlier(store, named)
+    if against is None:
+        against = readable(store, earlier_runs(store, config.name))
+    measured = against or readable(store, earlier_runs(store))
+    earlier = read_earlier(store, against)
     planned, sizes = plan_run(store, config, walk, earlier)
     known = Measured()
     for history in measured:
-        manifests = earlier.manifests if named else read_earlier(store, measured).manifests
+        manifests = earlier.manifests if against else read_earlier(store, measured).manifests
         known = Measured.of(config, history.run_id, history.config, manifests)
     return planned, forecast(config, planned, sizes, known)
 
 
 def freeze_plan(store: Store, run_id: str, config: RunConfig, walk: Any) -> None:
     """Put the plan of a run that was just made beside it; one that is there already stays."""
-    planned, found = cost_plan(store, config, walk, earlier_runs(store, config.name, before=run_id))
+    against = readable(store, earlier_runs(store, config.name, before=run_id))
+    planned, found = cost_plan(store, config, walk, against)
     store.put_report(run_id, FILE, record.encode(to_json(planned, found)))
 
 

@@ -159,7 +159,10 @@ def _session(
 
 def _rows(store: Store, event: Event) -> int | None:
     manifest = store.manifest(event["key"])
-    return manifest.counts.get("kept") if manifest else None
+    if manifest is None:
+        return None
+    rows = [manifest.artifacts[name].rows for name in ("sft", "dpo") if name in manifest.artifacts]
+    return rows[0] if rows else manifest.counts.get("kept")
 
 
 def _sizes(store: Store, config: RunConfig, reused: Mapping[tuple[int, str, str], Event]) -> Sizes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from storage.schema import part
+from tasks.earlier import Place
 from tasks.estimate import Range
 from tasks.step import software
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from configs.run import RunConfig
     from storage.manifest import Manifest
-    from tasks.earlier import Place
 
 WRITTEN = ("evaluate", "sample", "rationalize")
 ELSEWHERE = 0.6  # room of a rate that was measured on another machine
@@ -80,7 +79,7 @@ def _writer(config: RunConfig) -> tuple[object, ...]:
 
 
 def _trainer(config: RunConfig) -> tuple[object, ...]:
-    return config.train.kind, config.train.lora is None, config.model.base
+    return config.train.kind, config.train.lora is None, config.train.processes, config.model.base
 
 
 def _here(manifest: Manifest) -> bool:
@@ -189,11 +188,14 @@ def bytes_a_row(manifest: Manifest) -> float | None:
     return stored_bytes(manifest) / rows if rows else None
 
 
-def failed_share(manifests: Mapping[Place, Manifest], sizes: Mapping[str, int]) -> Range | None:
-    """Give the completions asked again with the answer shown, a pair of the iteration's part; `sizes` by set."""
-    shares = [
-        manifest.counts["in"] / sizes[part(place.iteration)]
-        for place, manifest in manifests.items()
-        if place.step == "rationalize" and sizes.get(part(place.iteration)) and "in" in manifest.counts
-    ]
+def failed_share(manifests: Mapping[Place, Manifest]) -> Range | None:
+    """Give the share of an iteration's prompts that no completion got right: asked again with the answer shown."""
+    shares = []
+    for place, manifest in manifests.items():
+        sampled = manifests.get(Place(place.iteration, "sample", ""))
+        if place.step != "rationalize" or sampled is None:  # a rationalizer's is asked of every pair
+            continue
+        prompts, again = sampled.facts.get("prompts"), manifest.facts.get("prompts")
+        if prompts and again is not None:
+            shares.append(again / prompts)
     return Range(sum(shares) / len(shares), min(shares), max(shares)) if shares else None

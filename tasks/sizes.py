@@ -76,13 +76,15 @@ def source_sizes(config: RunConfig, cache: Path) -> Sizes:
         if suite.name in found:
             pairs[suite.name], lengths[suite.name] = found[suite.name]
     tokens = {name: _tokens(config, characters) for name, characters in lengths.items()}
-    return Sizes(pairs, tokens, source="the sources, prompts by their characters")
+    hub = any(source.hub for source in config.data.sources)
+    known = "the cards of data sets of the hub, lengths assumed" if hub else "the sources, prompts by their characters"
+    return Sizes(pairs, tokens, source=known)
 
 
 def _measure(config: RunConfig, source: Source, inputs: split.Inputs) -> tuple[int, float] | None:
     """Give the pairs that fit model.max_len and their mean characters; None for an unknown data set of the hub."""
     if source.hub is not None:
-        return HUB_SIZES[source.hub][:2] if source.hub in HUB_SIZES else None
+        return HUB_SIZES.get((source.hub, source.split or "train"))
     pairs = split.read_source(source, inputs).pairs
     characters = pl.Series(_characters(pairs))
     budget = config.model.max_len - config.sample.max_tokens

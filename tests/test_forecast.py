@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -183,9 +184,46 @@ def test_an_unknown_data_set_of_the_hub_is_not_counted(tmp_path: Path) -> None:
     steps, found = cost_plan(store, described, star)
     assert any(one.step == "sample" and one.rows is None for one in steps)
     assert "sample" in found.unknown()
-    known = {**hub, "hub": "HuggingFaceH4/ultrafeedback_binarized"}
-    described = small.config(tmp_path, data={"sources": [known], "suites": []}, bootstrap=None, split={"bootstrap": 0})
-    assert source_sizes(described, store.cache.root).pairs["test"] == 6114
+    for name, test in (("train_prefs", 6114), ("test_prefs", None)):
+        known = {**hub, "hub": "HuggingFaceH4/ultrafeedback_binarized", "split": name}
+        changes = {"data": {"sources": [known], "suites": []}, "bootstrap": None, "split": {"bootstrap": 0}}
+        sizes = source_sizes(small.config(tmp_path, **changes), store.cache.root)
+        assert sizes.pairs.get("test") == test
+        assert "card" in sizes.source or test is None
+
+
+def test_gpus_that_work_together_are_faster_and_all_counted(tmp_path: Path) -> None:
+    def training(**changes: Any) -> Any:
+        described = config(tmp_path, hardware={"gpus": 4, "gpu_memory_gib": 80}, **changes)
+        steps = [planned(Place(1, "pairs", ""), None), planned(Place(1, "train", ""), None)]
+        values = described.model_dump(mode="json")
+        values["train"]["kind"] = "trl"
+        described = type(described).model_validate(values)
+        found = forecast(described, steps, SIZES, Measured())
+        return next(one.estimate for one in found.steps if one.place.step == "train")
+
+    start = ASSUMED["trainer start"].range.value
+    one, four = training(), training(train={"processes": 4, "batch_size": 32})
+    assert (one.gpus, four.gpus) == (1, 4)
+    assert four.seconds.value - start == pytest.approx((one.seconds.value - start) / 4, rel=0.01)
+
+
+def test_plain_transformers_are_planned_slower_than_vllm(tmp_path: Path) -> None:
+    steps = [planned(Place(1, "sample", ""), 100)]
+    fast, slow = (
+        forecast(config(tmp_path, engine={"kind": kind}), steps, SIZES, Measured()).steps[-1].estimate
+        for kind in ("vllm", "transformers")
+    )
+    assert slow.seconds.value > 3 * fast.seconds.value
+
+
+def test_a_damaged_step_of_an_earlier_run_stops_no_new_run(tmp_path: Path) -> None:
+    store, _ = finish(small.config(tmp_path, iterations=1))
+    for path in (tmp_path / "store" / "steps").glob("*/0/manifest.json"):
+        if json.loads(path.read_text())["step"] == "gate":
+            path.write_bytes(path.read_bytes().replace(b"gate", b"gaol", 1))
+    _, second = finish(small.config(tmp_path, iterations=1, seed=5))
+    assert compare_plan(store, second)
 
 
 def finish(described: Any) -> tuple[Store, str]:

@@ -140,6 +140,24 @@ def test_damaged_state_is_told_and_not_used(base: Path, tmp_path: Path, damage: 
     assert not list(Path(url).rglob("state/*/[!.]*"))
 
 
+def test_a_disk_that_is_full_costs_the_copy_and_not_the_training(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tasks.training.portable.save_file", full)
+    store = open_store(str(tmp_path / "store"))
+    rows, model = trained.put_rows(store, "sft", sft_rows(21)), trained.put_base(store, base)
+    heard: list[dict[str, Any]] = []
+    described = config(tmp_path, store.url, "sft")
+    manifest = trained.train(described, rows, model, model, listen=lambda event: heard.append(dict(event)))
+    assert manifest.artifact("train_log").rows == 8
+    told = [event["message"] for event in heard if event["event"] == "warning"]
+    assert told
+    assert all("No space left" in one and "goes on" in one for one in told)
+
+
 def test_what_a_job_left_that_was_killed_behind_its_commit_goes_at_the_next_look(base: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     killed = Killed(base, tmp_path / "killed", url, "sft")

@@ -18,7 +18,7 @@ from tiny_model import tiny_model
 from training_rows import dpo_rows, request, settings, sft_rows
 
 from storage.errors import StepFailedError, TransientError
-from tasks.training.launch import ROOT, _failure, command
+from tasks.training.launch import ROOT, command, failure
 from tasks.training.trainer import train
 
 if TYPE_CHECKING:
@@ -65,13 +65,17 @@ def test_two_processes_train_as_one(base: Path, tmp_path: Path, method: str, par
 
 
 def test_what_a_process_met_is_what_is_raised(tmp_path: Path) -> None:
-    told = {"kind": "StepFailedError", "message": "train: the loss of train step 2 is nan"}
+    told = {"kind": "StepFailedError", "message": "train: the loss of train step 2 is nan", "lost": False}
     (tmp_path / "error-1.json").write_text(json.dumps(told))
-    failure = _failure(tmp_path, 1)
-    assert type(failure) is StepFailedError
-    assert str(failure) == told["message"]
+    echo = {"kind": "StepFailedError", "message": "RuntimeError: Connection closed by peer", "lost": True}
+    (tmp_path / "error-0.json").write_text(json.dumps(echo))
+    met = failure(tmp_path, 2, 1)
+    assert type(met) is StepFailedError
+    assert str(met) == told["message"]
     (tmp_path / "error-1.json").unlink()
-    assert type(_failure(tmp_path, -9)) is TransientError
+    assert type(failure(tmp_path, 2, -9)) is TransientError, "rank 1 was killed, rank 0 only noticed"
+    (tmp_path / "error-0.json").unlink()
+    assert type(failure(tmp_path, 2, -9)) is TransientError
 
 
 PARENT = """

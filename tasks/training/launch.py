@@ -38,7 +38,7 @@ def train_together(request: TrainRequest, resumed: Path | None) -> TrainResult:
     with _started(request.config, place) as process:
         _listen(process, place, request.progress)
     if process.returncode:
-        raise _failure(place, process.returncode)
+        raise failure(place, request.config.processes, process.returncode)
     log, probes = (read_table(place / f"{name}.parquet", name) for name in TABLES)
     return TrainResult(request.out, log, probes, json.loads((place / FACTS).read_text()))
 
@@ -99,13 +99,18 @@ def _listen(process: subprocess.Popen[bytes], place: Path, progress: Callable[[M
                 ended = True  # one more look: it may have told something right before
 
 
-def _failure(place: Path, code: int) -> errors.StarwheelError:
-    for file in sorted(place.glob("error-*.json")):
-        told = json.loads(file.read_text())
-        kind = getattr(errors, told["kind"], StepFailedError)
-        failure: errors.StarwheelError = kind(told["message"])
-        return failure
-    return TransientError(f"train: one of the processes that train together ended without a word (code {code})")
+def failure(place: Path, processes: int, code: int) -> errors.StarwheelError:
+    """Give what ended a training together: the first error that is no echo of another rank's.
+
+    Where some rank said nothing at all, and the others only noticed, it was killed: TransientError.
+    """
+    told = [json.loads(file.read_text()) for file in sorted(place.glob("error-*.json"))]
+    own = [one for one in told if not one["lost"]]
+    if not own and len(told) < processes:
+        return TransientError(f"train: one of the processes that train together ended without a word (code {code})")
+    first = (own or told)[0]
+    kind: type[errors.StarwheelError] = getattr(errors, first["kind"], StepFailedError)
+    return kind(first["message"])
 
 
 def _write_request(request: TrainRequest, resumed: Path | None, place: Path) -> None:

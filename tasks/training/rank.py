@@ -26,11 +26,13 @@ def main(folder: str) -> int:
         _train(place)
     except StarwheelError as error:
         return _tell(place, type(error), str(error))
-    except MemoryError as error:
-        return _tell(place, TransientError, f"out of memory: {error}")
     except Exception as error:
         traceback.print_exc()
-        return _tell(place, StepFailedError, f"{type(error).__name__}: {error}")
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return _tell(place, TransientError, f"out of memory: {error}")
+        # What the others notice when one fails or dies comes from torch as a RuntimeError too.
+        lost = isinstance(error, RuntimeError)
+        return _tell(place, StepFailedError, f"{type(error).__name__}: {error}", lost=lost)
     return 0
 
 
@@ -57,9 +59,10 @@ def _train(place: Path) -> None:
         (place / FACTS).write_text(json.dumps(result.facts))
 
 
-def _tell(place: Path, kind: type[StarwheelError], message: str) -> int:
+def _tell(place: Path, kind: type[StarwheelError], message: str, *, lost: bool = False) -> int:
+    """Leave what went wrong to the job; `lost` where it may be the echo of what went wrong in another rank."""
     file = place / f"error-{os.environ['RANK']}.json"
-    file.write_text(json.dumps({"kind": kind.__name__, "message": message}))
+    file.write_text(json.dumps({"kind": kind.__name__, "message": message, "lost": lost}))
     return kind.exit_code
 
 

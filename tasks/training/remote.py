@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from storage.errors import StoreError
 from tasks.training.portable import pack, unpack
 from tasks.training.weights import fresh
 
@@ -17,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Mirror:
-    """Copy complete checkpoints to where the request keeps them, one at a time; the GPU waits for none but the last.
+    """Copy complete checkpoints to where the request keeps them beside the training, one at a time.
 
-    What fails here costs a resume some time and never ends the training: it is told in one sentence.
+    A checkpoint waits for the copy of the one before. What fails here, whatever it is (a full disk, a library's own
+    error), costs a resume some time and never ends the training: it is told in one sentence.
     """
 
     def __init__(self, request: TrainRequest, state: TrainerState) -> None:
@@ -49,7 +49,7 @@ class Mirror:
             fresh(checkpoint)
             unpack(self._folder, checkpoint)
             self.state.complete(step)
-        except (StoreError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:
             where = f"train step {here} on this disk" if local else "its first train step"
             self._warn(f"train: the state in the store can't be used ({_reason(error)}); the step starts from {where}")
             return self.state.latest()  # removes what is half-built
@@ -78,7 +78,7 @@ class Mirror:
             return
         try:
             running.result()
-        except StoreError as error:
+        except Exception as error:
             self._warn(f"train: the state could not be put into the store ({_reason(error)}); the training goes on")
 
 
