@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flows.terminal import plain, print_json, print_table
-from tasks.earlier import Place
 from tasks.estimate import Estimate
 
 if TYPE_CHECKING:
@@ -88,10 +87,10 @@ def print_report(store: Store, run_id: str, *, as_json: bool) -> None:
 
 def print_plan(planned: list[Planned], forecast: Forecast) -> None:
     """Print each step: reused or to do, why, and what it will take; then the sums, the suites and the sources."""
-    costed = {one.place: one.estimate for one in forecast.steps}
+    costed = {tuple(one.place): one.estimate for one in forecast.steps}
     rows = []
     for one in planned:
-        estimate = costed.get(Place(one.iteration, one.step, one.label), Estimate())
+        estimate = costed.get((one.iteration, one.step, one.label), Estimate())
         took = (_number(estimate.tokens), _seconds(estimate.seconds))
         rows.append((one.iteration, f"{one.step} {one.label}".strip(), one.state, one.rows, *took, one.why))
     print_table(("iteration", "step", "state", "rows", "tokens", "time", "why"), rows)
