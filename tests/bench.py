@@ -33,7 +33,7 @@ def sampling(pairs: int = 128) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         described = _prepare(Path(folder), pairs)
-        who_where = [(who, where) for where in ("own process", "in process") for who in ("bare", "ours")]
+        who_where = [(who, where) for where in ("in process", "own process") for who in ("bare", "ours")]
         rates: dict[str, list[float]] = {f"{who}, {where}": [] for who, where in who_where}
         for number in range(ROUNDS):
             for who, where in who_where:
@@ -50,6 +50,7 @@ def sampling(pairs: int = 128) -> dict[str, Any]:
                 )
                 line = next(line for line in done.stdout.splitlines() if line.startswith("RATE "))
                 rates[f"{who}, {where}"].append(float(line.split()[1]))
+                print(f"{who}, {where}: {rates[f'{who}, {where}'][-1]:.1f} tokens/s", file=sys.stderr, flush=True)
     mean = {name: sum(found) / len(found) for name, found in rates.items()}
     return {
         "tokens_per_second": rates,
@@ -71,6 +72,8 @@ def _prepare(folder: Path, pairs: int) -> RunConfig:
             f"work={folder}/work",
             "iterations=1",
             "bootstrap=null",
+            "prompt.system=Judge. End with [[A]] or [[B]].",
+            "model.max_len=160",
             "split.bootstrap=0",
             "split.dev=0.01",
             "split.test=0",
