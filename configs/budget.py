@@ -9,12 +9,11 @@ from functools import cached_property
 from configs.facts import ModelFacts, find_facts, model_facts
 from configs.load import ConfigError
 from configs.machine import GIB, Machine, find_machine
-from configs.run import EngineKind, Method, RunConfig
+from configs.run import FORCED_CHOICE_TOKENS, EngineKind, Method, RunConfig
 
 __all__ = ["Machine", "Memory", "ModelFacts", "Part", "find_machine", "fit", "memory", "model_facts"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-FORCED_CHOICE = 2  # tokens that the engine adds to model.max_len to read a verdict's letter
 LOGIT_BYTES = 12
 MASTER_BYTES = 16  # fp32: weight 4, gradient 4, two moments of Adam 8
 WEIGHT_BYTES = 4
@@ -98,7 +97,7 @@ def _sequence_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Give the KV cache of one sequence of full length, on one device."""
     engine = config.engine
     width = 1 if engine.kv_cache_dtype.startswith("fp8") else DTYPE_BYTES[engine.dtype]
-    return (config.model.max_len + FORCED_CHOICE) * facts.kv_bytes_per_token * width / 2 / engine.tensor_parallel
+    return (config.model.max_len + FORCED_CHOICE_TOKENS) * facts.kv_bytes_per_token * width / 2 / engine.tensor_parallel
 
 
 def _engine(config: RunConfig, facts: ModelFacts, machine: Machine) -> list[Part]:
@@ -187,7 +186,7 @@ def _problems(config: RunConfig, facts: ModelFacts, machine: Machine, needed: Me
     """Say what doesn't fit; `lever` is the key that names more GPUs, where one does."""
     engine, most = config.engine, facts.max_positions
     problems = []
-    length = config.model.max_len + (0 if engine.kind is EngineKind.SCRIPTED else FORCED_CHOICE)
+    length = config.model.max_len + (0 if engine.kind is EngineKind.SCRIPTED else FORCED_CHOICE_TOKENS)
     if most is not None and length > most:
         problems.append(
             f"model.max_len: {config.model.max_len} is too long for the model, which knows {most} positions; "

@@ -95,6 +95,7 @@ class Source(Section):
         return self
 
 
+FORCED_CHOICE_TOKENS = 2  # `[[` and the letter, which an engine reads behind prompt and rationale
 HINT_WORDS = 6  # so many words of the hint in a row are a quote of it
 
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from configs.run import FORCED_CHOICE_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -123,6 +125,16 @@ class Served:
     base_digest: str
     adapter: Path | None = None
     adapter_digest: str | None = None
+
+
+def too_long(request: Request, max_len: int) -> str | None:
+    """Say why a request can never be answered within the token budget; None where it can."""
+    written, most = (1, max_len + FORCED_CHOICE_TOKENS)
+    if request.sampling:
+        written, most = request.sampling.max_tokens, max_len
+    if len(request.ids) + written > most:
+        return f"prompt of {len(request.ids)} tokens and {written} to write exceed {most}"
+    return None
 
 
 def prob_a(letter_logprobs: tuple[float, float]) -> float:

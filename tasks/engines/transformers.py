@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage.errors import MissingDependencyError, StepFailedError, TransientError
-from tasks.engines.base import Request, Response, Sampling, Served, Text
+from tasks.engines.base import Request, Response, Sampling, Served, Text, too_long
 from tasks.engines.watching import Stopped, Watched
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from configs.run import EngineConfig
     from tasks.engines.template import ChatTemplate
 
-FORCED_CHOICE_TOKENS = 2  # `[[` and the letter, behind prompt and rationale
 SCORED_POSITIONS = 2048  # rows x positions whose logits are held at once
 STOP_SLACK = 4  # tokens more than a stop text has bytes: the first may be the rest of another character
 
@@ -60,11 +59,7 @@ class TransformersEngine:
         """Queue a request; one that can never succeed comes back with its error."""
         if request.model not in (self._served.base_digest, self._served.adapter_digest):
             raise StepFailedError(f"this engine doesn't serve the model {request.model[:12]}")
-        written, most = (1, self._max_len + FORCED_CHOICE_TOKENS)
-        if request.sampling:
-            written, most = request.sampling.max_tokens, self._max_len
-        if len(request.ids) + written > most:
-            error = f"prompt of {len(request.ids)} tokens and {written} to write exceed {most}"
+        if error := too_long(request, self._max_len):
             self._failed.append(Response(request.tag, error=error))
             return
         self._waiting.append(request)

@@ -7,16 +7,15 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from configs.run import FORCED_CHOICE_TOKENS
 from storage.errors import MissingDependencyError, StepFailedError, TransientError
-from tasks.engines.base import Request, Response, Served, Text
+from tasks.engines.base import Request, Response, Served, Text, too_long
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from configs.run import EngineConfig
     from tasks.engines.template import ChatTemplate
-
-FORCED_CHOICE_TOKENS = 2  # `[[` and the letter, behind prompt and rationale
 
 
 class VllmEngine:
@@ -72,11 +71,7 @@ class VllmEngine:
         """Queue a request; one that can never succeed comes back with its error."""
         from vllm.inputs import TokensPrompt
 
-        written, most = (1, self._max_len + FORCED_CHOICE_TOKENS)
-        if request.sampling:
-            written, most = request.sampling.max_tokens, self._max_len
-        if len(request.ids) + written > most:
-            error = f"prompt of {len(request.ids)} tokens and {written} to write exceed {most}"
+        if error := too_long(request, self._max_len):
             self._failed.append(Response(request.tag, error=error))
             return
         self._count += 1
