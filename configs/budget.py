@@ -53,8 +53,8 @@ class Memory:
 def fit(config: RunConfig, machine: Machine | None = None) -> list[tuple[str, float | None]]:
     """Give the memory table (what, GiB), of one row where nothing is known of the model yet.
 
-    Raises ConfigError with all that doesn't fit the model or the machine: the one given, else the GPUs that `hardware`
-    names, else this one.
+    The last row is what there is of it. Raises ConfigError with all that doesn't fit the model or the machine: the one
+    given, else the GPUs that `hardware` names, else this one.
     """
     facts = find_facts(config.model)
     if facts is None:
@@ -67,7 +67,10 @@ def fit(config: RunConfig, machine: Machine | None = None) -> list[tuple[str, fl
         parts = [part for part in needed.parts if part.job == job]
         rows += [(f"{job}: {part.name} = {part.formula}", part.gib) for part in parts]
         rows += [(f"{job} in all", total)] if parts else []
-    return rows
+    there = machine or _named(config) or find_machine()
+    if there.gpus:
+        return [*rows, (f"there is on each of {len(there.gpus)} GPUs", min(there.gpus))]
+    return [*rows, ("there is of free RAM", there.ram)]
 
 
 def memory(config: RunConfig, facts: ModelFacts, machine: Machine | None = None) -> Memory:

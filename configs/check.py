@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,11 +68,13 @@ def conflicts(config: RunConfig) -> list[Conflict]:
     found: list[Conflict] = []
     for part in (
         _model,
+        _interpreters,
         _sources,
         _split,
         _prompt,
         _engine,
         _sampling,
+        _repairing,
         _rationalizing,
         _selection,
         _training,
@@ -101,6 +104,12 @@ def _model(config: RunConfig) -> Found:
             "model.revision",
             f"`{revision}` is no commit, and a branch or tag can move; give the 40 hex digits of a commit",
         )
+
+
+def _interpreters(config: RunConfig) -> Found:
+    for name, python in config.interpreters:
+        if python is not None and shutil.which(Path(python).expanduser()) is None:
+            yield f"interpreters.{name}", f"`{python}` is no program on this machine; give the path of a Python"
 
 
 def is_hub_id(base: str) -> bool:
@@ -272,6 +281,15 @@ def _sampling(config: RunConfig) -> Found:
             yield f"sample.stop.{index}", "is empty; take it out"
         elif any(stop in verdict and not verdict.endswith(stop) for verdict in VERDICTS):
             yield f"sample.stop.{index}", f"`{stop}` cuts the verdict itself off; choose a text that cannot begin one"
+
+
+def _repairing(config: RunConfig) -> Found:
+    asked, method = config.repair, config.method
+    if (asked.tokens or asked.redraws) and method not in (Method.STAR_SFT, Method.STAR_DPO):
+        key = "tokens" if asked.tokens else "redraws"
+        yield f"repair.{key} method", f"mends what `sample` wrote, and {method} has no such step; set it to 0"
+    if asked.redraws and config.sample.temperature == 0:
+        yield "repair.redraws sample.temperature", "at temperature 0 every draw is the same text; set it to 0"
 
 
 def _rationalizing(config: RunConfig) -> Found:

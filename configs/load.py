@@ -18,9 +18,9 @@ from configs.run import RunConfig
 from configs.syntax import FILE, PRESET, Document, Key, Required, dotted, parse, write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["ConfigError", "check", "load_config", "presets", "show"]
+__all__ = ["ConfigError", "check", "load_config", "presets", "show", "with_section"]
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -68,6 +68,19 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = _validate(document)
     if config is None or document.problems:
         raise ConfigError(document.problems)
+    return config
+
+
+def with_section(frozen: Mapping[str, Any], name: str, section: Mapping[str, Any]) -> RunConfig:
+    """Take a frozen configuration with one section replaced. Raises ConfigError with what that contradicts."""
+    try:
+        config = RunConfig.model_validate({**frozen, name: section})
+    except ValidationError as error:
+        raise ConfigError(
+            [f"{dotted(key)}: {_stop(text)}" for key, text in explain(error, {**frozen, name: section}).items()]
+        ) from None
+    if problems := check(config):
+        raise ConfigError(problems)
     return config
 
 

@@ -253,6 +253,13 @@ class RationalizeConfig(Section):
     )
 
 
+class RepairConfig(Section):
+    """Mend completions of `sample` before they are selected; evaluation is left as it is. 0 leaves them broken."""
+
+    tokens: int = Field(0, ge=0, description="a truncated completion goes on for so many tokens, within model.max_len")
+    redraws: int = Field(0, ge=0, le=64, description="one without a verdict is drawn again, up to so often")
+
+
 class SelectConfig(Section):
     """Choose among the judgments (genrm has none)."""
 
@@ -345,6 +352,20 @@ class HardwareConfig(Section):
     gpu_memory_gib: Annotated[float, NotInKey("where, not what")] = Field(gt=0, description="of each GPU")
 
 
+class InterpretersConfig(Section):
+    """Name the Python of each kind of GPU job: vLLM and TRL often need environments of their own.
+
+    It needs no Starwheel and no Prefect, but pydantic, pyarrow, polars, s3fs, transformers and its own library.
+    """
+
+    engine: Annotated[str | None, NotInKey("where, not what")] = Field(
+        None, description="of sampling and evaluation; null is the one that runs starwheel"
+    )
+    trainer: Annotated[str | None, NotInKey("where, not what")] = Field(
+        None, description="of training, reading the base model and the split; null is the one that runs starwheel"
+    )
+
+
 class RunConfig(Section):
     """Describe a run whole. `run` freezes it; nothing else steers a run."""
 
@@ -357,6 +378,7 @@ class RunConfig(Section):
     hardware: Annotated[HardwareConfig | None, NotInKey("where, not what")] = Field(
         None, description="the GPUs that memory and cost are computed for; null takes this machine's"
     )
+    interpreters: Annotated[InterpretersConfig, NotInKey("where, not what")] = InterpretersConfig()
     model: ModelConfig
     data: DataConfig
     split: SplitConfig = SplitConfig()
@@ -364,6 +386,7 @@ class RunConfig(Section):
     bootstrap: BootstrapConfig | None = None
     engine: EngineConfig = EngineConfig()
     sample: SampleConfig = SampleConfig()
+    repair: RepairConfig = RepairConfig()
     rationalize: RationalizeConfig = RationalizeConfig()
     select: SelectConfig = SelectConfig()
     pairs: PairsConfig = PairsConfig()

@@ -12,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from configs.run import RunConfig
     from storage.store import Store
 
 STORE = click.option(
@@ -42,14 +43,18 @@ def cli() -> None:
 @JSON
 def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool) -> None:
     """Run the loop of CONFIG (a preset or a YAML file). Committed steps of earlier runs are reused."""
-    from configs.budget import find_machine, fit
     from configs.load import load_config
+
+    _start(load_config(config, [*_store_override(store), *overrides]), as_json=as_json)
+
+
+def _start(described: RunConfig, *, as_json: bool) -> None:
+    from configs.budget import find_machine, fit
     from flows.iteration import star
     from storage.store import open_store
     from tasks.outcome import freeze_plan
     from tasks.run import create_run
 
-    described = load_config(config, [*_store_override(store), *overrides])
     fit(described, find_machine())
     opened = open_store(described.store)
     run_id = create_run(opened, described)
@@ -73,6 +78,31 @@ def resume(run_id: str, store: str | None, as_json: bool) -> None:
         print_report(opened, run_id, as_json=as_json)
         return
     _run_flow(run_id, opened.url, as_json=as_json)
+
+
+@cli.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--tokens", default=0, metavar="N", help="Continue truncated completions by at most N tokens.")
+@click.option("--redraws", default=0, metavar="N", help="Draw completions without a verdict at most N times again.")
+@STORE
+@JSON
+def repair(run_id: str, tokens: int, redraws: int, store: str | None, as_json: bool) -> None:
+    """Run RUN anew with its broken completions mended: none that has a verdict is drawn again.
+
+    A new run of the same configuration with `repair.tokens` and `repair.redraws`; the first iteration's samples are
+    reused, what follows from them is made again. Evaluation is never mended.
+    """
+    from configs.load import with_section
+    from tasks.history import broken_completions
+
+    opened = _open(store)
+    run_id = _find(opened, run_id)
+    if not tokens and not redraws:
+        found = broken_completions(opened, run_id)
+        said = ", ".join(f"{number} {status}" for status, number in found.items()) or "no selection yet"
+        raise click.UsageError(f"{run_id} has {said}; say what to mend: --tokens N, --redraws N, or both")
+    described = with_section(opened.run_config(run_id), "repair", {"tokens": tokens, "redraws": redraws})
+    _start(described.model_copy(update={"store": opened.url}), as_json=as_json)
 
 
 def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
@@ -308,11 +338,16 @@ def config_validate(name: str, overrides: Sequence[str], as_json: bool) -> None:
 
     described = load_config(name, overrides)
     needs, lacks = fit(described), missing_token(described.model)
+    whole, written = described.model.max_len, described.sample.max_tokens
+    lengths = {"prompt": whole - written, "written": written, "whole": whole}
     if as_json:
-        print_json({"valid": True, "memory": needs, "notes": [lacks] if lacks else []})
+        print_json({"valid": True, "lengths": lengths, "memory": needs, "notes": [lacks] if lacks else []})
         return
-    if needs:
-        print_table(("needs", "GiB"), needs)
+    print_table(("needs", "GiB"), needs)
+    click.echo(
+        f"lengths: prompts of at most {lengths['prompt']} tokens (pairs over it are dropped as too_long), "
+        f"{written} to write, {whole} in all"
+    )
     if lacks:
         click.echo(f"note: {lacks}")
     click.echo(f"{name} is valid")

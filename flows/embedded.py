@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage.errors import TransientError
-from tasks.jobs.launch import last_line, start_job
+from tasks.jobs.launch import PACKAGES, last_line, start_job
 from tasks.jobs.lifeline import die_with_parent
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def start_server() -> str:
     stack = ExitStack()
     atexit.register(stack.close)
     log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "prefect.log")
-    _, events = stack.enter_context(start_job([sys.executable, "-m", "flows.embedded"], log))
+    _, events = stack.enter_context(start_job([sys.executable, "-m", "flows.embedded"], log, PACKAGES))
     with os.fdopen(events) as told:
         port = told.readline().strip()
     try:

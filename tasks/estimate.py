@@ -87,6 +87,7 @@ ASSUMED = {
     "yield star-sft": Assumed(Range(0.6, 0.4, 0.85), "assumed: share of prompts with a right rationale"),
     "yield star-dpo": Assumed(Range(0.5, 0.2, 0.8), "assumed: share of prompts with a right and a wrong rationale"),
     "yield star-rationalizer": Assumed(Range(0.85, 0.6, 1.0), "assumed: share of hinted rationales that are right"),
+    "broken": Assumed(Range(0.1, 0.01, 0.4), "assumed: share of completions that are truncated or without verdict"),
     "failed": Assumed(Range(0.3, 0.05, 0.6), "assumed: share of pairs without a right completion"),
     # bytes stored
     "bytes a token": Assumed(Range(3, 1.5, 6), "assumed: text as zstd, ids and numbers of its row"),

@@ -108,7 +108,7 @@ def _session(config: RunConfig, place: Place) -> tuple[int, bool] | None:
     if place.step not in (*WRITTEN, "parity"):
         return None
     apart = config.engine.adapter == "merge" or config.train.lora is None
-    checkpoint = place.iteration - (place.step in ("sample", "rationalize"))
+    checkpoint = place.iteration - (place.step in rates.FOR_TRAINING)
     return checkpoint, place.label.startswith("base ") and apart
 
 
@@ -142,6 +142,8 @@ class _Forecaster:
         step, iteration = place.step, place.iteration
         if step in ("evaluate", "sample") or (step == "rationalize" and planned is not None):
             return None if planned is None else self._room(Range.exactly(planned))
+        if step == "repair":
+            return self._broken(iteration)
         if step == "rationalize":
             return self._failed(iteration)
         if step == "select":
@@ -168,6 +170,11 @@ class _Forecaster:
         written = asked.times(self.config.sample.n)
         again = self._failed(iteration) if self.config.rationalize.failures else None
         return written.plus(again) if again else written
+
+    def _broken(self, iteration: int) -> Range | None:
+        asked = self._asked(iteration)
+        share = rates.broken_share(self.measured.manifests) or ASSUMED["broken"].range
+        return asked.times(self.config.sample.n).times(share) if asked else None
 
     def _failed(self, iteration: int) -> Range | None:
         pairs = self.sizes.count(part(iteration))
@@ -269,6 +276,8 @@ class _Forecaster:
         if place.step == "evaluate":
             first, _, last = place.label.rpartition(" ")[2].partition("–")
             return int(last) - int(first) + 1
+        if place.step == "repair":
+            return 1.0  # a prompt of its own each
         hinted = place.step == "rationalize" and self.config.method is not Method.STAR_RATIONALIZER
         return self.config.rationalize.n if hinted else self.config.sample.n
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from storage.schema import SCHEMAS
+from storage.schema import JUDGMENT_ID, SCHEMAS, Status
 from tasks.engines.base import Engine, Request, Response, Sampling, Text, prob_a
-from tasks.judge import hints, prompts
+from tasks.judge import frames, hints, prompts
 from tasks.judge.verdict import rationale_end
 from tasks.step import Context, Event, Step, software
 
@@ -23,11 +24,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Name a stored completion that is mended: `text` is gone on from, `draws` times, for at most `more` tokens."""
+
+    row: Mapping[str, Any]
+    text: str
+    draws: int
+    more: int
+
+
+@dataclass(frozen=True)
 class Questions:
     """Hold what is asked: rows of `pairs` sorted by id, the orders each is shown in, how completions are drawn.
 
     `forced_choice` reads P(A) against P(B) after `[[`, following each completion's own rationale. Without `sampling`
-    nothing is written: P(A) against P(B) is read right behind the prompt and `[[`. A `hint` shows the answer.
+    nothing is written: P(A) against P(B) is read right behind the prompt and `[[`. A `hint` shows the answer. With
+    `begun`, pair id and order -> stored completions, these are mended and nothing else is asked.
     """
 
     pairs: pa.Table
@@ -38,6 +50,14 @@ class Questions:
     shard_pairs: int
     first_sample: int = 0
     hint: str | None = None
+    begun: Mapping[tuple[str, str], Sequence[Begun]] | None = None
+
+    def asks(self, pair_id: str) -> list[tuple[str, Begun | None]]:
+        """List the requests for a pair: its order, and the completion that is mended."""
+        orders = self.orders[pair_id]
+        if self.begun is None:
+            return [(order, None) for order in orders]
+        return [(order, begun) for order in orders for begun in self.begun.get((pair_id, order), ())]
 
     @property
     def draws(self) -> int:
@@ -62,7 +82,7 @@ class Generation:
         self._reused_shards = len(self._records)
         self._rows: dict[int, list[dict[str, Any]]] = {}
         self._open: dict[int, int] = {}  # shard -> answers still to come
-        self._prompts: dict[tuple[str, str], list[int]] = {}
+        self._prompts: dict[tuple[str, str, int | None], list[int]] = {}
         self._saving: list[Future[None]] = []
         self._letters = engine.template.letters() if questions.forced_choice else None
         self._opening: list[int] = []
@@ -75,9 +95,9 @@ class Generation:
         self.seconds = 0.0  # of the engine's time, as the session shares it out
         self.in_flight = 0  # sequences
         self._started = time.monotonic()
-        self._asked = sum(len(questions.orders[pair_id]) for pair_id in self._ids)
+        self._asked = sum(len(questions.asks(pair_id)) for pair_id in self._ids)
         self._reused = sum(
-            len(questions.orders[pair_id])
+            len(questions.asks(pair_id))
             for shard in self._plan
             if shard.index in self._records
             for pair_id in self._ids[shard.start : shard.stop]
@@ -94,14 +114,23 @@ class Generation:
             if shard.index in self._records:
                 continue
             rows = questions.pairs.slice(shard.start, shard.stop - shard.start).to_pylist()
-            asked = [(row, order) for row in rows for order in questions.orders[row["pair_id"]]]
-            rendered = self._engine.template.prompts([self._messages(row, order) for row, order in asked])
+            asked = [(row, order, begun) for row in rows for order, begun in questions.asks(row["pair_id"])]
+            rendered = self._engine.template.prompts([self._messages(row, order) for row, order, _ in asked])
             self._rows[shard.index], self._open[shard.index] = [], len(asked)
-            for (row, order), ids in zip(asked, rendered, strict=True):
-                self._prompts[row["pair_id"], order] = ids
-                tag = (self.step.key, shard.index, row["pair_id"], order, None)
-                asked_ids = [*ids, *self._opening]
-                yield Request(tag, asked_ids, questions.model, sampling=questions.sampling, letters=self._letters)
+            for (row, order, begun), ids in zip(asked, rendered, strict=True):
+                self._prompts[row["pair_id"], order, _sample(begun)] = ids
+                tag = (self.step.key, shard.index, row["pair_id"], order, begun)
+                asked_ids, sampling = [*ids, *self._opening], questions.sampling
+                if begun is not None:
+                    asked_ids, sampling = self._going_on(ids, begun)
+                yield Request(tag, asked_ids, questions.model, sampling=sampling, letters=self._letters)
+
+    def _going_on(self, ids: list[int], begun: Begun) -> tuple[list[int], Sampling]:
+        """Go on behind the text for as long as the token budget allows; the engine refuses what has no room left."""
+        assert self._questions.sampling is not None, "what was drawn is mended by drawing"
+        asked = [*ids, *self._engine.template.encode(begun.text)]
+        room = max(self._context.config.model.max_len - len(asked), 1)
+        return asked, replace(self._questions.sampling, n=begun.draws, max_tokens=min(begun.more, room))
 
     def _messages(self, row: Mapping[str, Any], order: str) -> list[dict[str, str]]:
         shown = (row["response_a"], row["response_b"])
@@ -117,14 +146,19 @@ class Generation:
         for future in self._saving:
             if future.done():
                 future.result()  # a failed upload ends the step now, not after its last answer
-        _, shard, pair_id, order, row = response.tag
-        if row is not None:
-            row["prob_a"] = prob_a(response.letter_logprobs) if response.letter_logprobs else None
+        _, shard, pair_id, order, what = response.tag
+        if isinstance(what, dict):
+            what["prob_a"] = prob_a(response.letter_logprobs) if response.letter_logprobs else None
             self._close_one(shard, pool)
             return []
         self._read += 1
-        ids = self._prompts.pop((pair_id, order))
+        ids = self._prompts.pop((pair_id, order, _sample(what)))
         self.prompt_tokens += len(ids)
+        if what is not None:
+            self._rows[shard].append(mended(what, response.texts))
+            self.tokens += sum(text.n_tokens for text in response.texts)
+            self._close_one(shard, pool)
+            return []
         if self._questions.sampling is None:
             self._rows[shard].append(self._choice(pair_id, order, response))
             self._close_one(shard, pool)
@@ -195,13 +229,17 @@ class Generation:
     def _save(self, shard: int, rows: list[dict[str, Any]]) -> None:
         artifact = "completions" if self._questions.sampling else "choices"
         table = pa.Table.from_pylist(rows, schema=SCHEMAS[artifact])
-        errors = sum(row["error"] is not None for row in rows)
-        counts = {"in": len(rows), "kept": len(rows) - errors, "dropped": {"error": errors} if errors else {}}
+        still = still_broken if self._questions.begun is not None else _error
+        dropped = Counter(reason for row in rows if (reason := still(row)))
+        counts = {"in": len(rows), "kept": len(rows) - dropped.total(), "dropped": dict(sorted(dropped.items()))}
         self._records[shard] = self._attempt.commit_shard(shard, {artifact: table}, counts)
 
     def weight(self, response: Response) -> int:
         """Count the sequences that a response frees."""
-        return 1 if response.tag[-1] is not None else max(self._questions.draws, 1)
+        what = response.tag[-1]
+        if isinstance(what, Begun):
+            return what.draws
+        return 1 if what is not None else max(self._questions.draws, 1)
 
     def progress(self) -> Event:
         """Describe how far the step is; `eta` in seconds, None before the first prompt is answered."""
@@ -253,20 +291,63 @@ class Generation:
             "tokens": self.tokens,
             "prompts": prompts,
             "prompt_tokens": self.prompt_tokens,
-            "completions": prompts * self._questions.draws,
+            "completions": prompts if self._questions.begun is not None else prompts * self._questions.draws,
             "seconds": round(self.seconds, 3),
         }
 
 
+def mended(begun: Begun, texts: Sequence[Text]) -> dict[str, Any]:
+    """Give the row of a mended completion: the first draw with a verdict, else the first where a text was gone on from.
+
+    The stored row stays where nothing was drawn and where no draw from the start has a verdict.
+    """
+    text = next((one for one in texts if one.finish_reason == "stop" and rationale_end(begun.text + one.text)), None)
+    if text is None and begun.text:
+        text = next(iter(texts), None)
+    if text is None:
+        return dict(begun.row)
+    before = (begun.row["n_tokens"], begun.row["logprob"]) if begun.text else (0, 0.0)
+    logprob = None if before[1] is None or text.logprob is None else before[1] + text.logprob
+    return {
+        **begun.row,
+        "text": begun.text + text.text,
+        "finish_reason": text.finish_reason,
+        "n_tokens": before[0] + text.n_tokens,
+        "logprob": logprob,
+    }
+
+
+def still_broken(row: Mapping[str, Any]) -> str | None:
+    """Say what a mended row still is: truncated or unparsed."""
+    if row["finish_reason"] == "length":
+        return str(Status.TRUNCATED)
+    return str(Status.UNPARSED) if rationale_end(row["text"]) is None else None
+
+
+def _error(row: Mapping[str, Any]) -> str | None:
+    return "error" if row["error"] is not None else None
+
+
+def _sample(begun: Begun | None) -> int | None:
+    return None if begun is None else begun.row["sample"]
+
+
 def digests(completions: Sequence[Manifest]) -> dict[str, str | None]:
-    """Name an iteration's completions as inputs: the samples, beside them those written with the answer shown."""
-    names = ("completions", "hinted")
-    return {name: one.artifact("completions").digest for name, one in zip(names, completions, strict=False)}
+    """Name an iteration's completions as inputs: those that were asked of every pair, and what followed from them."""
+    later = {"repair": "repaired", "rationalize": "hinted"}
+    names = ["completions", *(later[one.step] for one in completions[1:])]
+    return {name: one.artifact("completions").digest for name, one in zip(names, completions, strict=True)}
 
 
 def read_all(store: Store, completions: Sequence[Manifest]) -> pa.Table:
-    """Read an iteration's completions."""
-    return pa.concat_tables([store.read(one.artifact("completions")) for one in completions])
+    """Read an iteration's completions; a mended one stands in for what it was."""
+    tables = [store.read(one.artifact("completions")) for one in completions]
+    for number, one in enumerate(completions):
+        if one.step == "repair" and tables[number].num_rows:
+            rows = frames.frame(tables[0].select(JUDGMENT_ID)).with_row_index("row")
+            left = rows.join(frames.frame(tables[number].select(JUDGMENT_ID)), on=JUDGMENT_ID, how="anti")["row"].sort()
+            tables[0] = tables[0].take(left.to_arrow())
+    return pa.concat_tables(tables)
 
 
 def forced_choice_prefix(text: str) -> str:

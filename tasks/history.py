@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from configs.run import RunConfig
 from storage.errors import StoreError
 from storage.manifest import Manifest, manifest_fields
+from storage.schema import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -161,3 +162,11 @@ def step_manifests(store: Store, run_id: str, iteration: int, step: str) -> list
     return [
         {"label": used.label, "reused": used.reused, **manifest_fields(one)} for used, one in found if one is not None
     ]
+
+
+def broken_completions(store: Store, run_id: str) -> dict[str, int]:
+    """Count a run's completions that were dropped as truncated or unparsed; empty before selection."""
+    manifests = [manifest_of(store, used) for used in read_history(store, run_id).of("select")]
+    dropped = [one.counts.get("dropped", {}) for one in manifests if one is not None]
+    statuses = (str(Status.TRUNCATED), str(Status.UNPARSED))
+    return {status: sum(one.get(status, 0) for one in dropped) for status in statuses} if dropped else {}

@@ -13,7 +13,7 @@ from tasks.earlier import Place, earlier_runs, read_earlier, readable
 from tasks.forecast import START, Forecast, forecast, to_json
 from tasks.history import manifest_of, read_history
 from tasks.plan import Planned, plan_run
-from tasks.rates import WRITTEN, Measured, own_seconds, trained_tokens
+from tasks.rates import FOR_TRAINING, WRITTEN, Measured, own_seconds, trained_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -133,7 +133,7 @@ def _happened(store: Store, run_id: str) -> dict[Place, tuple[float | None, floa
         place = Place(used.iteration, used.step, used.label)
         engine = manifest.facts.get("engine")
         if engine is not None and engine["start"] not in starts:
-            checkpoint = used.iteration - (used.step in ("sample", "rationalize"))
+            checkpoint = used.iteration - (used.step in FOR_TRAINING)
             alone = "base" if used.label.startswith("base ") else ""
             starts[engine["start"]] = Place(checkpoint, START, alone), engine["start_seconds"]
         found[place] = _tokens(store, manifest), own_seconds(manifest)

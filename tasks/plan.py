@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.run import Method, RunConfig, SampleOrder
 from storage.schema import Split, part
+from tasks import repair
 from tasks.earlier import Earlier, Place, learn_wording
 from tasks.evaluate import blocks
 from tasks.jobs.session import Asked, Session
@@ -132,6 +133,8 @@ def _rows_of_iteration(config: RunConfig, pairs: int | None) -> Iterator[tuple[s
         return
     written = asked * config.sample.n if asked is not None else None
     yield "rationalize" if config.method is Method.STAR_RATIONALIZER else "sample", written
+    if repair.wanted(config):
+        yield "repair", None
     if config.rationalize.failures:
         yield "rationalize", None
     yield "select", None

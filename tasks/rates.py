@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from configs.run import RunConfig
     from storage.manifest import Manifest
 
-WRITTEN = ("evaluate", "sample", "rationalize")
+FOR_TRAINING = ("sample", "repair", "rationalize")  # an iteration's, written by the checkpoint before it
+WRITTEN = ("evaluate", *FOR_TRAINING)
 ELSEWHERE = 0.6  # room of a rate that was measured on another machine
 
 
@@ -186,6 +187,16 @@ def bytes_a_row(manifest: Manifest) -> float | None:
     """Give the bytes of a row that came in."""
     rows = manifest.counts.get("in")
     return stored_bytes(manifest) / rows if rows else None
+
+
+def broken_share(manifests: Mapping[Place, Manifest]) -> Range | None:
+    """Give the share of an iteration's completions that were mended."""
+    shares = [
+        manifest.counts["in"] / manifests[sampled].counts["in"]
+        for place, manifest in manifests.items()
+        if place.step == "repair" and (sampled := Place(place.iteration, "sample", "")) in manifests
+    ]
+    return Range(sum(shares) / len(shares), min(shares), max(shares)) if shares else None
 
 
 def failed_share(manifests: Mapping[Place, Manifest]) -> Range | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.gate import compare
 from tasks.history import History, manifest_of, metric, read_history
+from tasks.rates import WRITTEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,7 +147,7 @@ def _engine_starts(store: Store, history: History) -> int:
     """Count the engine processes that computed this run's steps, from their manifests."""
     starts = set()
     for used in history.used:
-        if used.step in {"parity", "evaluate", "sample", "rationalize"} and not used.reused:
+        if used.step in ("parity", *WRITTEN) and not used.reused:
             manifest = manifest_of(store, used)
             if manifest is not None and "engine" in manifest.facts:
                 starts.add(manifest.facts["engine"]["start"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -224,6 +225,10 @@ def create_run(store: Store, config: RunConfig) -> str:
         frozen["model"]["base"] = _absolute(config.model.base)
     if config.bootstrap and config.bootstrap.rationales != split.GENERATOR:
         frozen["bootstrap"]["rationales"] = _absolute(config.bootstrap.rationales)
+    frozen["interpreters"] = {
+        name: _absolute(python) if python and os.sep in python else python
+        for name, python in frozen["interpreters"].items()
+    }
     frozen |= {name: _absolute(frozen[name]) for name in ("store", "work")}
     return store.create_run(config.name, frozen, code_version=version("starwheel"))
 

@@ -11,8 +11,11 @@ from tasks.judge import prompts
 from tasks.step import Step
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pyarrow as pa
 
+    from tasks.generation import Begun
     from tasks.models import Model
 
 VERSION = 1
@@ -42,8 +45,14 @@ def sample_step(config: RunConfig, pairs: str, model: Model) -> Step:
     return Step("sample", VERSION, {"pairs": pairs, "model": model.digest}, parts)
 
 
-def sample_questions(config: RunConfig, pairs: pa.Table, model: Model) -> Questions:
-    """Ask `sample.n` completions a pair, in the order of hash(seed, pair id) or in both."""
+def sample_questions(
+    config: RunConfig,
+    pairs: pa.Table,
+    model: Model,
+    *,
+    begun: Mapping[tuple[str, str], Sequence[Begun]] | None = None,
+) -> Questions:
+    """Ask `sample.n` completions a pair, in the order of hash(seed, pair id) or in both; or mend what was `begun`."""
     sample = config.sample
     return Questions(
         pairs=pairs,
@@ -52,4 +61,5 @@ def sample_questions(config: RunConfig, pairs: pa.Table, model: Model) -> Questi
         model=model.digest,
         forced_choice=False,
         shard_pairs=sample.shard_pairs,
+        begun=begun,
     )

@@ -191,6 +191,8 @@ def test_a_table_or_what_does_not_fit(tmp_path, monkeypatch):
     assert rows["engine in all"] == pytest.approx(sum(gib for what, gib in rows.items() if what.startswith("engine:")))
     assert 4 < rows["engine in all"] < 8
     assert 2 < rows["trainer in all"] < 4
+    assert rows["there is of free RAM"] == 16.0
+    assert dict(fit(demo, Machine(16.0, (24.0, 20.0))))["there is on each of 2 GPUs"] == 20.0
     with pytest.raises(ConfigError, match="engine: it needs about") as caught:
         fit(demo, Machine(1.0))
     assert len(caught.value.problems) == 2

@@ -164,7 +164,9 @@ def test_config_commands(made: Made) -> None:
     assert "kind: scripted" in call("config", "show", str(made.config))
     assert read_json("config", "show", str(made.config))["engine"]["kind"] == "scripted"
     assert "is valid" in call("config", "validate", str(made.config))
-    assert read_json("config", "validate", str(made.config))["valid"] is True
+    found = read_json("config", "validate", str(made.config))
+    assert found["valid"] is True
+    assert found["lengths"] == {"prompt": 1024 - 64, "written": 64, "whole": 1024}
 
 
 def test_resume_of_a_finished_run_starts_nothing(made: Made) -> None:

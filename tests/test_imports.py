@@ -49,6 +49,7 @@ STEPS = {
         "bootstrap",
         "indicators",
         "sample",
+        "repair",
         "rationalize",
         "evaluate",
         "parity",
@@ -69,6 +70,7 @@ SHARED = {
     ("tasks.indicators", "tasks.split"),
     ("tasks.evaluate", "tasks.sample"),
     ("tasks.rationalize", "tasks.sample"),
+    ("tasks.repair", "tasks.sample"),
     *((step, "tasks.models") for step in STEPS - {"tasks.models"}),
 }
 # What walks all steps: nothing below it may import it.

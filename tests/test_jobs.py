@@ -83,14 +83,18 @@ def job(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
             heard.append(event)
             listen(event)
 
-        ProcessLauncher(tmp_path, python=interpreter(tmp_path, name)).run(spec(tmp_path, "session"), emit)
+        ProcessLauncher(tmp_path).run(spec(tmp_path, "session", interpreters=standing_in(tmp_path, name)), emit)
         return heard
 
     return run
 
 
+def standing_in(folder: Path, name: str) -> dict[str, str]:
+    """Name an interpreter that runs the script whatever module it is asked for, for every job."""
+    return dict.fromkeys(("engine", "trainer"), interpreter(folder, name))
+
+
 def interpreter(folder: Path, name: str) -> str:
-    """Make an interpreter that runs the script whatever module it is asked for."""
     script = folder / f"{name}.py"
     script.write_text(HEAD + SCRIPTS[name])
     wrapper = folder / name
@@ -151,8 +155,8 @@ def test_every_error_class_survives_the_way_back() -> None:
 def test_an_error_of_unknown_kind_fails_the_step(tmp_path: Path) -> None:
     SCRIPTS["unknown"] = 'tell({"event": "error", "kind": "Odd", "message": "what happened"})'
     with pytest.raises(StepFailedError, match="what happened"):
-        ProcessLauncher(tmp_path, python=interpreter(tmp_path, "unknown")).run(
-            spec(tmp_path, "session"), lambda event: None
+        ProcessLauncher(tmp_path).run(
+            spec(tmp_path, "session", interpreters=standing_in(tmp_path, "unknown")), lambda event: None
         )
 
 
@@ -216,7 +220,7 @@ def test_a_signal_while_the_job_runs_ends_it(job: Callable[..., list[dict[str, A
 
 def test_a_job_dies_with_its_parent(tmp_path: Path) -> None:
     """SIGKILL of the parent leaves it no time to end its jobs; job and grandchild go all the same, at once."""
-    asked = spec(tmp_path, "session")
+    asked = spec(tmp_path, "session", interpreters=standing_in(tmp_path, "engine"))
     (tmp_path / "spec.json").write_text(asked.to_json())
     parent = f"""
 import json, sys
@@ -224,7 +228,7 @@ from pathlib import Path
 from tasks.jobs.entry import JobSpec
 from tasks.jobs.launch import ProcessLauncher
 spec = JobSpec(**json.loads(Path({str(tmp_path / "spec.json")!r}).read_text()))
-launcher = ProcessLauncher(Path({str(tmp_path)!r}), python={interpreter(tmp_path, "engine")!r})
+launcher = ProcessLauncher(Path({str(tmp_path)!r}))
 launcher.run(spec, lambda event: print(event["pid"], flush=True))
 """
     with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -281,8 +285,8 @@ def test_a_job_finds_no_descriptor_but_its_own(job: Callable[..., list[dict[str,
 
 
 def test_a_second_job_gets_files_of_its_own(tmp_path: Path) -> None:
-    launcher = ProcessLauncher(tmp_path, python=interpreter(tmp_path, "events"))
-    asked = spec(tmp_path, "session")
+    launcher = ProcessLauncher(tmp_path)
+    asked = spec(tmp_path, "session", interpreters=standing_in(tmp_path, "events"))
     launcher.run(asked, lambda event: None)
     launcher.run(replace(asked, kind="train"), lambda event: None)
     names = ["000-session.json", "000-session.log", "001-train.json", "001-train.log"]

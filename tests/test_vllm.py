@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from configs.run import InterpretersConfig
 from flows.iteration import star
 from storage.errors import TransientError
 from storage.store import open_store
@@ -21,6 +22,7 @@ from tasks.history import read_history
 from tasks.jobs.launch import ProcessLauncher
 from tasks.run import Run, create_run, open_run
 from tests import taught
+from tests.environments import environment
 from tests.outer import command_line
 from tests.tiny_model import tiny_model
 
@@ -152,7 +154,9 @@ def kill_engine_child(event: Any, killed: list[int]) -> None:
 def test_a_run_on_s3_survives_a_killed_vllm_child_and_starts_no_engine_too_many(
     model: Path, tmp_path: Path, bucket: str
 ) -> None:
-    config = taught.described(tmp_path, model, ENGINE).model_copy(update={"store": f"s3://{bucket}/runs"})
+    gpu = environment(tmp_path / "gpu", without=("prefect", "click", "starwheel"))
+    elsewhere = {"store": f"s3://{bucket}/runs", "interpreters": InterpretersConfig(engine=gpu, trainer=gpu)}
+    config = taught.described(tmp_path, model, ENGINE).model_copy(update=elsewhere)
     killed: list[int] = []
     run = open_real(config, listen=lambda event: kill_engine_child(event, killed))
     with pytest.raises(TransientError, match=r"engine|job"):

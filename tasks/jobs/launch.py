@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from storage import errors
-from storage.errors import StarwheelError, StepFailedError, TransientError
+from storage.errors import MissingDependencyError, StarwheelError, StepFailedError, TransientError
 from tasks.jobs.entry import JobSpec, run_job
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tasks.step import Event
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 5.0
 
 # No library phones home, unless the user set these otherwise.
@@ -54,11 +54,14 @@ class InlineLauncher:
 
 
 class ProcessLauncher:
-    """Run each job in a process group of its own; spec and output are in `<work>/jobs/<number>-<kind>.*`."""
+    """Run each job in a process group of its own, with the interpreter that the config names for its kind.
 
-    def __init__(self, work: Path, *, python: str = sys.executable) -> None:
-        self._jobs = work / "jobs"
-        self._python = python
+    Spec and output are in `<work>/jobs/<number>-<kind>.*`. MissingDependencyError where the interpreter isn't there or
+    lacks a package.
+    """
+
+    def __init__(self, work: Path) -> None:
+        self._jobs, self._packages = work / "jobs", work / "packages"
 
     def run(self, spec: JobSpec, emit: Callable[[Event], None]) -> None:
         """Run the job; on any exit, also Ctrl-C, the whole group is ended before this returns."""
@@ -67,18 +70,42 @@ class ProcessLauncher:
         spec_file = self._jobs / f"{number:03d}-{spec.kind}.json"
         spec_file.write_text(spec.to_json())
         log = spec_file.with_suffix(".log")
-        with start_job([self._python, "-m", "tasks.jobs.entry", str(spec_file)], log) as (process, events):
-            failure = _listen(events, emit)
-            code = process.wait()
+        key, python = interpreter(spec)
+        try:
+            with start_job([python, "-m", "tasks.jobs.entry", str(spec_file)], log, self._code()) as (process, events):
+                failure = _listen(events, emit)
+                code = process.wait()
+        except (FileNotFoundError, PermissionError) as error:
+            said = f"{key}: `{python}` can't be started ({error.strerror}); name another"
+            raise MissingDependencyError(said) from None
         if failure is not None:
             raise failure
         if code != 0:
-            raise TransientError(f"the {spec.kind} job ended with code {code}: {last_line(log)} (log: {log})")
+            last = last_line(log)
+            if last.startswith(("ModuleNotFoundError", "ImportError")):
+                lacking = f"`{python}` lacks what a {spec.kind} job needs"
+                raise MissingDependencyError(f"{key}: {lacking}: {last} (log: {log})")
+            raise TransientError(f"the {spec.kind} job ended with code {code}: {last} (log: {log})")
+
+    def _code(self) -> Path:
+        """Make a folder of our packages alone: another interpreter must not find this one's libraries beside them."""
+        self._packages.mkdir(exist_ok=True)
+        for package in ("configs", "storage", "tasks"):
+            link = self._packages / package
+            link.unlink(missing_ok=True)  # of an earlier session, perhaps of an older release
+            link.symlink_to(PACKAGES / package)
+        return self._packages
+
+
+def interpreter(spec: JobSpec) -> tuple[str, str]:
+    """Give the Python of a job and the config key that names it; the one that runs this where none is named."""
+    name = "engine" if spec.kind == "session" else "trainer"
+    return f"interpreters.{name}", spec.config["interpreters"][name] or sys.executable
 
 
 @contextmanager
-def start_job(command: Sequence[str], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start a command in a process group of its own; give it and the pipe of its events.
+def start_job(command: Sequence[str], log: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start a command in a process group of its own, in a folder; give it and the pipe of its events.
 
     The command gets two descriptors as its last arguments: where events go, and its lifeline. Whatever it started is
     ended when it ends by itself, when the block is left, and when this process dies.
@@ -88,7 +115,7 @@ def start_job(command: Sequence[str], log: Path) -> Iterator[tuple[subprocess.Po
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, str(events_end), str(lifeline_end)],
-            cwd=ROOT,
+            cwd=folder,
             env={**QUIET, **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -1,4 +1,7 @@
-"""Run one engine session: parity · evaluate dev · gate · sample · rationalize, while test and suites fill the queue."""
+"""Run one engine session: parity · evaluate dev · gate · sample, while test and suites fill the queue.
+
+Behind sample: broken completions are mended, and pairs that failed are asked again with the answer shown.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ import pyarrow as pa
 
 from configs.run import Method
 from storage.errors import StepFailedError
-from storage.schema import part
-from tasks import evaluate, gate, parity, rationalize, sample, score, split
+from storage.schema import empty, part
+from tasks import evaluate, gate, generation, parity, rationalize, repair, sample, score, split
 from tasks.generation import Generation, Questions
 from tasks.models import Model
 from tasks.step import Context, NotCommittedError, Step
@@ -72,8 +75,8 @@ class SessionPlan:
 class SessionResult:
     """Hold what a session committed: dev score (None without dev pairs), completions, and what the gate said.
 
-    `completions` has the step of the samples first, then that of the failed pairs that were asked again with the answer
-    shown; it is empty where nothing is sampled.
+    `completions` has the step of the samples first, then those of mended completions and of the failed pairs that were
+    asked again with the answer shown; it is empty where nothing is sampled.
     """
 
     dev: Manifest | None = None
@@ -186,21 +189,34 @@ class Session:
         ]
 
     def _write(self) -> Iterator[Manifest]:
-        """Have rationales written, and again for the pairs that failed where the config says so."""
+        """Have rationales written, broken ones mended and failed pairs asked again where the config says so."""
         name, method = part(self.plan.checkpoint + 1), self.config.method
         if method is Method.STAR_RATIONALIZER:
             yield self._rationalize(self._split.pairs(name))
         elif method is not Method.GENRM:
-            samples = self._sample(name)
-            yield samples
+            written = [self._sample(name)]
+            if repair.wanted(self.config):
+                written.append(self._repair(written[0], self._split.pairs(name)))
+            yield from written
             if self.config.rationalize.failures:
-                completions = self.context.store.read(samples.artifact("completions"))
+                completions = generation.read_all(self.context.store, written)
                 yield self._rationalize(rationalize.failed(completions, self._split.pairs(name)))
 
     def _sample(self, name: str) -> Manifest:
         model = self._models["judge"]
         step = sample.sample_step(self.config, self._split.digest(name), model)
         return self._written(step, lambda: sample.sample_questions(self.config, self._split.pairs(name), model))
+
+    def _repair(self, samples: Manifest, pairs: pa.Table) -> Manifest:
+        model = self._models["judge"]
+        step, number = repair.repair_step(self.config, samples, model), self.plan.checkpoint + 1
+        if self._start_engine is None or self.context.committed(step, iteration=number):
+            rows = empty("completions")  # they are only looked at where they are mended
+        else:
+            rows = repair.broken(self.config, self.context.store.read(samples.artifact("completions")), pairs)
+            if rows.num_rows == 0:
+                return self.context.ensure(step, repair.nothing, iteration=number)
+        return self._written(step, lambda: repair.repair_questions(self.config, rows, pairs, model))
 
     def _rationalize(self, pairs: pa.Table) -> Manifest:
         model = self._models["judge"]

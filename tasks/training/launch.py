@@ -21,7 +21,7 @@ from tasks.training.weights import fresh, on_cuda
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).absolute().parents[2]  # a job's folder of our packages: `resolve` would lead out of it
 FSDP = ROOT / "configs" / "accelerate" / "fsdp.yaml"
 LIFELINE, ASKED, EVENTS, FACTS = "lifeline", "request.json", "events.jsonl", "facts.json"
 _MODELS = ("start", "reference")
