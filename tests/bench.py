@@ -134,6 +134,7 @@ def _bare(spec: dict[str, Any]) -> float:
     started = time.monotonic()
     outputs = llm.chat(chats, params, use_tqdm=False, add_generation_prompt=True)
     seconds = time.monotonic() - started
+    llm.llm_engine.engine_core.shutdown()  # its processes would hold this one's output open
     return sum(len(one.token_ids) for output in outputs for one in output.outputs) / seconds
 
 

@@ -20,6 +20,9 @@ from botocore.config import Config
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# One thread a process: the suite runs in several, and threads of OpenMP that wait for each other spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _FOREIGN = ("AWS_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "STARWHEEL_")
 _PREFIX = "some/prefix"
 

@@ -48,7 +48,9 @@ def test_an_object_is_fetched_once(backend: LocalBackend, tmp_path: Path) -> Non
     assert fetch(ObjectCache(tmp_path / "cache"), backend) == path
 
 
-@pytest.mark.parametrize("planted", [DATA[:-1] + bytes([DATA[-1] ^ 1]), DATA[:100], b""])
+@pytest.mark.parametrize(
+    "planted", [DATA[:-1] + bytes([DATA[-1] ^ 1]), DATA[:100], b""], ids=["flipped byte", "cut short", "empty"]
+)
 def test_a_bad_planted_file_is_evicted(backend: LocalBackend, tmp_path: Path, planted: bytes) -> None:
     (tmp_path / "cache" / "objects").mkdir(parents=True)
     (tmp_path / "cache" / "objects" / SHA).write_bytes(planted)
