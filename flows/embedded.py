@@ -13,10 +13,11 @@ import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection, HTTPException
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from storage.errors import TransientError
+from storage.errors import MissingDependencyError, TransientError
 from tasks.jobs.launch import PACKAGES, last_line, start_job
 from tasks.jobs.lifeline import die_with_parent
 
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 START_SECONDS = 180  # the first start of all makes the database
-EMBEDDED = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "false"}
+EMBEDDED = {
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT__SERVER_FINAL": "1",
+    "PREFECT_UI_ENABLED": "false",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
+}
+UNKNOWN_REVISION = "Can't locate revision"  # alembic, of a database that a newer Prefect has migrated
 
 
 @contextmanager
@@ -50,6 +57,8 @@ def prefect_api() -> Iterator[str]:
 
 def start_server() -> str:
     """Start a server on a free port of this machine; it ends with this process, after Prefect's last words to it."""
+    from prefect.settings import PREFECT_HOME
+
     print("starting Prefect's embedded server (about 10 s) …", file=sys.stderr, flush=True)
     stack = ExitStack()
     atexit.register(stack.close)
@@ -65,6 +74,11 @@ def start_server() -> str:
     except (OSError, HTTPException, ValueError) as error:
         answer = repr(error)
     if answer != "status 200":
+        if UNKNOWN_REVISION in log.read_text(errors="replace"):
+            raise MissingDependencyError(
+                f"Prefect's database in {PREFECT_HOME.value()} was made by a newer Prefect than the installed "
+                f"{version('prefect')}; upgrade Prefect, or set PREFECT_HOME to a folder of its own"
+            )
         raise TransientError(f"Prefect's embedded server didn't start ({answer}): {last_line(log)}")
     return f"http://127.0.0.1:{port}/api"
 
@@ -72,7 +86,7 @@ def start_server() -> str:
 def serve(events: str, lifeline: str) -> None:
     """Be the server: bind a free port, tell it, answer until the parent goes."""
     die_with_parent(int(lifeline))
-    os.environ.update(EMBEDDED)
+    os.environ.update(EMBEDDED)  # its output is a log, read where it doesn't start
     listener = socket.create_server(("127.0.0.1", 0))
     os.write(int(events), f"{listener.getsockname()[1]}\n".encode())
     import uvicorn

@@ -7,9 +7,11 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,6 @@ from flows.iteration import star
 from storage.store import open_store
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
@@ -136,6 +137,20 @@ def worker(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         if process.poll() is None:
             process.terminate()
             process.wait(30)
+
+
+def test_a_database_of_a_newer_prefect_is_one_sentence(tmp_path: Path) -> None:
+    """Two environments with different Prefects share ~/.prefect: the older one can't read what the newer migrated."""
+    with closing(sqlite3.connect(tmp_path / "prefect.db")) as database, database:
+        database.execute("create table alembic_version (version_num varchar(32) not null)")
+        database.execute("insert into alembic_version values ('ffffffffffff')")
+    code = "from flows.embedded import start_server; start_server()"
+    environ = {**os.environ, "PREFECT_HOME": str(tmp_path), "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    said = (
+        f"Prefect's database in {tmp_path} was made by a newer Prefect than the installed {version('prefect')}; upgrade"
+    )
+    assert said in done.stderr.splitlines()[-1]
 
 
 def test_the_embedded_server_ends_with_the_run(server: Server, tmp_path: Path, undisturbed: dict[Any, Any]) -> None:
