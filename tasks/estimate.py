@@ -82,6 +82,7 @@ ASSUMED = {
     "a pair cut": Assumed(Range(2e-3, 2e-4, 6e-3), "assumed: reading, and tokenizing twice"),
     # lengths
     "length": Assumed(Range(0.3, 0.1, 1.0), "assumed share of sample.max_tokens"),
+    "verdict": Assumed(Range(6.0, 4.0, 8.0), "assumed: tokens of `[[A]]` and the end of turn"),
     "characters": Assumed(Range(4.0, 3.0, 5.0), "assumed: characters a token"),
     # training rows a prompt that was asked
     "yield star-sft": Assumed(Range(0.6, 0.4, 0.85), "assumed: share of prompts with a right rationale"),

@@ -293,7 +293,9 @@ class _Forecaster:
             return Estimate(source=self.sizes.source or "the sources aren't read yet")
         seen = Range(*(float(self._rows_seen(place, one)) for one in rows))
         measured, notes = self.measured, []
-        each = measured.mean(place, rates.tokens_a_row, room=LEAST_TOKENS)
+        each = None
+        if measured.trains_like(self.config.method, place):
+            each = measured.mean(place, rates.tokens_a_row, room=LEAST_TOKENS)
         if each is None:
             each = self._row_tokens(place)
             notes.append("length: prompts and completions as above")
@@ -321,8 +323,10 @@ class _Forecaster:
         return cut_batches(train, max(round(rows), 1)).total
 
     def _row_tokens(self, place: Place) -> Range | None:
-        """Give the tokens of a training row: a prompt and one completion, or both sides of a DPO row."""
+        """Give the tokens of a training row: a prompt and one completion or verdict, or both sides of a DPO row."""
         prompt = self.sizes.prompt_tokens.get(part(max(place.iteration, 1)))
+        if self.config.method is Method.GENRM:
+            return prompt.plus(ASSUMED["verdict"].range) if prompt else None
         written = Place(place.iteration, "sample", "")
         length = self.measured.mean(written, rates.completion_tokens, room=LEAST_TOKENS)
         length = length or ASSUMED["length"].range.times(self.config.sample.max_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from configs.run import Method
 from tasks.earlier import Place
 from tasks.estimate import Range
 from tasks.step import software
@@ -31,6 +32,7 @@ class Measured:
 
     run_id: str = ""
     manifests: Mapping[Place, Manifest] = field(default_factory=dict)
+    method: Method | None = None
 
     @classmethod
     def of(cls, config: RunConfig, run_id: str, then: RunConfig, manifests: Mapping[Place, Manifest]) -> Measured:
@@ -41,7 +43,7 @@ class Measured:
             for place, one in manifests.items()
             if (same[0] or place.step not in (*WRITTEN, "parity")) and (same[1] or place.step != "train")
         }
-        return cls(run_id, kept)
+        return cls(run_id, kept, then.method)
 
     def mean(self, place: Place, measure: Callable[[Manifest], float | None], *, room: float) -> Range | None:
         """Give a measure of the step in the same place, with the spread of its like; else the mean of its like.
@@ -68,6 +70,11 @@ class Measured:
         yield of_name
         if place.step in WRITTEN:
             yield [(at, one) for at, one in self.manifests.items() if at.step in WRITTEN]
+
+    def trains_like(self, method: Method, place: Place) -> bool:
+        """Say whether its training rows are of the same kind: verdicts alone, two sides (but for a warm start) or one."""
+        kinds = [Method.GENRM] if place.iteration == 0 else [Method.GENRM, Method.STAR_DPO]
+        return all((self.method is kind) == (method is kind) for kind in kinds)
 
     def source(self) -> str:
         """Say where measures come from."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import small
 
+from configs.run import Method
 from flows.iteration import star
 from storage.manifest import Manifest
 from tasks import rates
@@ -19,6 +20,7 @@ from tasks.plan import Planned
 from tasks.rates import Measured
 from tasks.sizes import Sizes, source_sizes, split_sizes
 from tasks.step import software
+from tasks.training.order import cut_batches
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -286,3 +288,46 @@ def test_failures_asked_again_are_planned(tmp_path: Path) -> None:
     assert again.tokens is not None
     assert again.tokens_planned is not None
     assert 0.4 < again.tokens / again.tokens_planned < 2.5
+
+
+@pytest.mark.parametrize(
+    ("then", "method", "iteration", "expected"),
+    [
+        (Method.STAR_SFT, Method.STAR_SFT, 1, 500 / 4),  # measured
+        (Method.STAR_SFT, Method.GENRM, 1, 100 + 6),  # a prompt and a verdict
+        (Method.STAR_SFT, Method.STAR_DPO, 0, 500 / 4),  # a warm start is of one kind
+        (Method.STAR_DPO, Method.STAR_SFT, 1, 100 + 0.3 * 64),  # a prompt and a completion
+    ],
+)
+def test_rows_of_another_method_tell_no_length(
+    tmp_path: Path, then: Method, method: Method, iteration: int, expected: float
+) -> None:
+    place = Place(iteration, "train", "")
+    facts = {"tokens_per_second": 50.0, "train_seconds": 10.0, "rows_seen": 4, "seconds": 12.0}
+    earlier = Measured("run", {place: made(place, 4, **facts)}, then)
+    rows = planned(Place(iteration, "indicators" if method is Method.GENRM else "pairs", ""), None)
+    described = config(tmp_path, method=method, train={"epochs": 1.0}, bootstrap={"rationales": "generator"})
+    sizes = Sizes({**SIZES.pairs, "bootstrap": 100}, SIZES.prompt_tokens, True, "the split")
+    steps = (
+        [rows, planned(place, None)] if iteration else [planned(Place(0, "bootstrap", ""), 100), planned(place, None)]
+    )
+    found = forecast(described, steps, sizes, earlier).steps[-1].estimate
+    assert found.tokens is not None
+    assert found.rows is not None
+    seen = cut_batches(described.train, round(found.rows.value)).total
+    assert found.tokens.value == pytest.approx(seen * expected)
+
+
+def test_mended_completions_are_planned_by_their_share(tmp_path: Path) -> None:
+    sample, repair = Place(1, "sample", ""), Place(1, "repair", "")
+    described = config(tmp_path, repair={"tokens": 8})
+    assumed = forecast(described, [planned(sample, 200), planned(repair, None)], SIZES, Measured()).steps[-1]
+    assert assumed.place == repair
+    assert assumed.estimate.rows == Range.exactly(200).times(ASSUMED["broken"].range)
+    earlier = dict([generation(sample, prompts=100, draws=2, length=20, seconds=10)])
+    earlier[repair] = made(repair, 30, tokens=300, prompts=30, prompt_tokens=3000, completions=30, seconds=3.0)
+    measured = forecast(described, [planned(repair, None)], SIZES, Measured("run", earlier)).steps[-1].estimate
+    assert measured.rows is not None
+    assert measured.tokens is not None
+    assert measured.rows.value == pytest.approx(30)
+    assert measured.tokens.value == pytest.approx(300)
