@@ -72,7 +72,7 @@ class Measured:
             yield [(at, one) for at, one in self.manifests.items() if at.step in WRITTEN]
 
     def trains_like(self, method: Method, place: Place) -> bool:
-        """Say whether its training rows are of the same kind: verdicts alone, two sides (but for a warm start) or one."""
+        """Say whether its training rows are of the same kind: verdicts, two sides (but for a warm start) or one."""
         kinds = [Method.GENRM] if place.iteration == 0 else [Method.GENRM, Method.STAR_DPO]
         return all((self.method is kind) == (method is kind) for kind in kinds)
 
