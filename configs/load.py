@@ -20,7 +20,7 @@ from configs.syntax import FILE, PRESET, Document, Key, Required, dotted, parse,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["ConfigError", "check", "load_config", "presets", "show", "with_section"]
+__all__ = ["ConfigError", "check", "load_config", "presets", "preview", "show", "with_section", "write"]
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -56,19 +56,41 @@ def show(config: RunConfig) -> str:
     return write(config.model_dump(mode="json"))
 
 
+def preview(source: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], int]:
+    """Give every key of a configuration with its value or default, and how many values are still to be set.
+
+    Those read `must be set: …`. Raises ConfigError for whatever else is wrong.
+    """
+    document = _overridden(source, overrides)
+    missing = {key: leaf for key, leaf in _leaves(document.values, ()) if isinstance(leaf, Required)}
+    config = _validate(document)
+    starts = tuple(f"{dotted(key)} (" for key in missing)
+    if config is None or not all(problem.startswith(starts) for problem in document.problems):
+        raise ConfigError(document.problems)
+    values = config.model_dump(mode="json")
+    for key, leaf in missing.items():
+        put(_at(values, key[:-1]), key[-1], f"must be set: {leaf.description}")
+    return values, len(missing)
+
+
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a preset by name, or a YAML file, with overrides `a.b=value` on top.
 
     A file may build on a preset with a top-level `preset: NAME`; its keys win, key by key, lists as a whole.
     Raises ConfigError with all problems at once: of the writing, of each value, and between values.
     """
-    document = _read(source)
-    for override in overrides:
-        apply_override(document, override)
+    document = _overridden(source, overrides)
     config = _validate(document)
     if config is None or document.problems:
         raise ConfigError(document.problems)
     return config
+
+
+def _overridden(source: str | Path, overrides: Sequence[str]) -> Document:
+    document = _read(source)
+    for override in overrides:
+        apply_override(document, override)
+    return document
 
 
 def with_section(frozen: Mapping[str, Any], name: str, section: Mapping[str, Any]) -> RunConfig:

@@ -314,15 +314,14 @@ def config_list(as_json: bool) -> None:
 @SET
 @JSON
 def config_show(name: str, overrides: Sequence[str], as_json: bool) -> None:
-    """Show CONFIG with every default filled in."""
-    from configs.load import load_config, show
+    """Show CONFIG with every default filled in, and what is still to be set."""
+    from configs.load import preview, write
     from flows.terminal import print_json
 
-    described = load_config(name, overrides)
-    if as_json:
-        print_json(described.model_dump(mode="json"))
-        return
-    click.echo(show(described), nl=False)
+    values, missing = preview(name, overrides)
+    print_json(values) if as_json else click.echo(write(values), nl=False)
+    if missing:
+        click.echo(f"{missing} values must be set before {name} can run", err=True)
 
 
 @config.command("validate")

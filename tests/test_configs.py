@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.explain import all_keys
-from configs.load import PRESETS, ConfigError, check, load_config, presets, show
-from configs.run import EngineKind
+from configs.load import PRESETS, ConfigError, check, load_config, presets, preview, show
+from configs.run import EngineKind, TrainConfig
 from configs.syntax import parse, write
 
 ROOT = Path(__file__).parent.parent
@@ -413,3 +413,23 @@ def test_loading_imports_nothing_heavy():
 def test_engine_is_named_not_guessed():
     assert EngineKind("vllm") is EngineKind.VLLM
     assert math.isclose(load_config(PRESETS / "star-sft.yaml", [f"data.sources.0.path={__file__}"]).train.warmup, 0.1)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_can_be_looked_at_before_its_values_are_set(name: str) -> None:
+    values, missing = preview(name)
+    still = str(values).count("must be set: ")
+    assert still == missing
+    assert values["train"].keys() == TrainConfig.model_fields.keys()
+    if name.startswith("paper-"):
+        assert missing
+        with pytest.raises(ConfigError, match="must be set"):
+            load_config(name)
+
+
+def test_what_is_wrong_beside_missing_values_is_still_refused() -> None:
+    name = "paper-ultrafeedback-star-sft"
+    with pytest.raises(ConfigError, match=r"sample\.n"):
+        preview(name, ["sample.n=0"])
+    with pytest.raises(ConfigError, match=r"repair\.redraws .*: at temperature 0"):
+        preview(name, ["repair.redraws=2", "sample.temperature=0"])
