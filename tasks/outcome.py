@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from configs.run import Method
 from storage import record
 from storage.errors import StoreError
 from tasks.earlier import Place, earlier_runs, read_earlier, readable
@@ -24,15 +25,16 @@ if TYPE_CHECKING:
     from tasks.history import History
 
 FILE = "plan.json"
+RECENT = 20  # runs that are looked through for the one that is most like
 
 
 def cost_plan(
     store: Store, config: RunConfig, walk: Any, against: Sequence[History] | None = None
 ) -> tuple[list[Planned], Forecast]:
-    """Plan a config and estimate it by the run `against`, else the latest of its name, else the latest of all."""
+    """Plan a config and estimate it by the run `against`, else the latest of its name, else the most alike."""
     if against is None:
         against = readable(store, earlier_runs(store, config.name))
-    measured = against or readable(store, earlier_runs(store))
+    measured = against or readable(store, _most_like(store, config))
     earlier = read_earlier(store, against)
     planned, sizes = plan_run(store, config, walk, earlier)
     known = Measured()
@@ -40,6 +42,20 @@ def cost_plan(
         manifests = earlier.manifests if against else read_earlier(store, measured).manifests
         known = Measured.of(config, history.run_id, history.config, manifests)
     return planned, forecast(config, planned, sizes, known)
+
+
+def _most_like(store: Store, config: RunConfig) -> list[str]:
+    """Order the latest runs: of the same method first, then those that write text, as this one does or not."""
+
+    def unlike(run_id: str) -> tuple[bool, bool]:
+        try:
+            method = store.run_config(run_id).get("method")
+        except StoreError:
+            return True, True
+        genrm = Method.GENRM
+        return method != config.method, (method == genrm) != (config.method is genrm)
+
+    return sorted(earlier_runs(store)[:RECENT], key=unlike)
 
 
 def freeze_plan(store: Store, run_id: str, config: RunConfig, walk: Any) -> None:

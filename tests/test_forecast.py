@@ -331,3 +331,20 @@ def test_mended_completions_are_planned_by_their_share(tmp_path: Path) -> None:
     assert measured.tokens is not None
     assert measured.rows.value == pytest.approx(30)
     assert measured.tokens.value == pytest.approx(300)
+
+
+def test_a_plan_is_measured_by_the_run_that_is_most_like(tmp_path: Path) -> None:
+    """The latest run may have written no text at all, or trained on other rows."""
+    runs = [
+        ("plain", Method.STAR_SFT),
+        ("sided", Method.STAR_DPO),
+        ("letters", Method.GENRM),
+    ]
+    for name, method in runs:
+        store, run = small.start(small.config(tmp_path, name=name, method=method, iterations=1))
+        star(run)
+    for method, source in [*((method, name) for name, method in runs), (Method.STAR_RATIONALIZER, "sided")]:
+        described = small.config(tmp_path, name="next", method=method, iterations=1, seed=5)
+        sources = {one.estimate.source for one in cost_plan(store, described, star)[1].steps}
+        named = {said.split("measured in ")[1].rsplit("-", 2)[0] for said in sources if "measured in " in said}
+        assert named == {source}
