@@ -97,14 +97,15 @@ def make_report(store: Store, run_id: str) -> Report:
             table = store.read(manifest.artifact("metrics"))
             known = set(table["metric"].to_pylist())  # a judge without reasons has no metrics of a text
             scores.append(Scores(judge, suite, {name: metric(table, name) for name in SHOWN if name in known}))
-    return Report(run_id, scores, _yields(store, history), _compare(store, scored), _engine_starts(store, history))
+    return Report(run_id, scores, read_yields(store, history), _compare(store, scored), _engine_starts(store, history))
 
 
 def _judge(iteration: int, label: str) -> str:
     return "base" if label.startswith("base ") else str(iteration)
 
 
-def _yields(store: Store, history: History) -> list[Yield]:
+def read_yields(store: Store, history: History) -> list[Yield]:
+    """Count what each iteration kept."""
     yields = []
     for used in history.of("select"):
         manifest = manifest_of(store, used)
