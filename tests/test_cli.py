@@ -282,9 +282,9 @@ def test_stored_text_is_shown_as_it_reads(made: Made, monkeypatch: pytest.Monkey
     ("cell", "shown"),
     [
         ("[bold]x", "[bold]x"),
-        ("\x1b[2J", "�[2J"),
-        ("a\u202eb", "a�b"),
-        ("a\nb", "a�b"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\u202eb", "a\\u202eb"),
+        ("a\nb", "a\\nb"),
         ("größe 東京 🙂", "größe 東京 🙂"),
         (None, "–"),
         (0.12345, "0.123"),
@@ -313,7 +313,7 @@ def test_progress_is_plain_text_where_there_is_no_terminal(capsys: pytest.Captur
     assert capsys.readouterr().err.splitlines() == [
         f"reused  iteration 1 · train  {'0' * 12}",
         "        iteration 1 · train 3/9 steps · loss 0.500 · ETA 1:15",
-        "failed  train 1: out of memory�[2J",
+        "failed  train 1: out of memory\\x1b[2J",
     ]
 
 

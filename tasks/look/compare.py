@@ -11,6 +11,7 @@ from storage.errors import DataError
 from tasks.differences import Known, differences
 from tasks.judge import paired_scores
 from tasks.judge.statistics import mean_interval, paired
+from tasks.look.contents import select
 from tasks.report import Yield, read_yields
 
 if TYPE_CHECKING:
@@ -119,9 +120,8 @@ def compare(before: Side, now: Side, *, limit: int) -> Comparison:
     if not metrics:
         raise DataError(f"{before} and {now} answered no pair in common, so nothing can be compared")
     counts = {suite: {one: rows.filter(pl.col("change") == one).height for one in CHANGES} for suite, rows in flipped.items()}
-    return Comparison(
-        str(before), str(now), _settings(before, now), _yields(before, now), metrics, counts, _first(flipped, limit)
-    )
+    first = _with_prompts(now.contents, _first(flipped, limit))
+    return Comparison(str(before), str(now), _settings(before, now), _yields(before, now), metrics, counts, first)
 
 
 CHANGES = ("gained", "lost")
@@ -134,17 +134,21 @@ def _first(flipped: Mapping[str, pl.DataFrame], limit: int) -> list[dict[str, An
     return first.select("suite", "subset", "pair_id", "before", "now", "change").to_dicts()
 
 
+def _with_prompts(contents: Contents, flips: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the prompts of the pairs that are named, and read no others."""
+    sql = f"SELECT pair_id, prompt FROM {contents.split('pairs')} WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
+    prompts = {row["pair_id"]: row["prompt"] for row in select(sql, [[one["pair_id"] for one in flips]])}
+    return [{**one, "prompt": prompts.get(one["pair_id"])} for one in flips]
+
+
 def _settings(before: Side, now: Side) -> list[str]:
     """Say in which settings the runs differ, and whether their pairs or their base do."""
     then, later = (side.contents.history.config.model_dump(mode="json") for side in (before, now))
     lines = differences({"config": later}, {"config": then}, Known())
-    for step, artifact in (("split", "pairs"), ("split", "splits")):
-        digests = [
-            next((one.digest for place, m in side.contents.manifests.items() if place.step == step and (one := m.artifacts.get(artifact))), None)
-            for side in (before, now)
-        ]
-        if None not in digests and digests[0] != digests[1]:
-            lines.append(f"{artifact} of the split {str(digests[0])[:8]} → {str(digests[1])[:8]}")
+    for kind in ("pairs", "splits"):
+        made = [[one.artifact.digest for one in side.contents.placed(kind)] for side in (before, now)]
+        if made[0] != made[1] and all(made):
+            lines.append(f"{kind} of the split {made[0][0][:8]} → {made[1][0][:8]}")
     return lines
 
 

@@ -174,13 +174,12 @@ def _add_pairs(contents: Contents, rows: Sequence[dict[str, Any]], *, full: bool
     ids = sorted({row["pair_id"] for row in rows if row.get("pair_id")})
     if not ids or not contents.placed("pairs"):
         return
-    columns = SCHEMAS["pairs"].names if full else ["pair_id", "subset", "gold"]
+    own = "prompt" in rows[0]  # a training row's prompt is the judge's own, with the responses in it
+    columns = SCHEMAS["pairs"].names if full and not own else ["pair_id", "subset", "gold"]
     sql = f"SELECT {', '.join(map(quoted, columns))} FROM {contents.split('pairs')} WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
     pairs = {one["pair_id"]: one for one in select(sql, [ids])}
     for row in rows:
         pair = pairs.get(row.get("pair_id"), {})
-        if full and "prompt" in row and "response_a" not in row:  # a training row's prompt is the judge's own
-            pair = {name: value for name, value in pair.items() if name != "prompt"} | {"asked": pair.get("prompt")}
         _fill(row, pair)
 
 
