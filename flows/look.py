@@ -14,14 +14,11 @@ if TYPE_CHECKING:
 
 RUN = click.argument("run_id", metavar="RUN")
 ITERATION = click.argument("iteration", type=click.IntRange(min=0))
+LIMIT = click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Rows shown.")
 ARTIFACT = click.argument("artifact")
 STEP = click.option(
     "--step", default="", help="Only of this step, as `show RUN ITERATION` names it: select, 'score test', …"
 )
-
-
-def _limit(default: int, what: str) -> click.decorators.FC:
-    return click.option("--limit", default=default, show_default=True, type=click.IntRange(min=1), help=f"{what} shown.")
 
 
 @click.command()
@@ -69,7 +66,7 @@ def show(run_id: str, iteration: int | None, step: str | None, planned: bool, st
 @click.option("--flipped", is_flag=True, help="Only pairs that the checkpoint before put on the other side of right.")
 @click.option("--contains", default=None, metavar="TEXT", help="Only rows whose text holds this, letter for letter.")
 @click.option("--full", is_flag=True, help="Show texts in full: prompt, both responses side by side, rationale.")
-@_limit(20, "Rows")
+@LIMIT
 @click.option("--offset", default=0, type=click.IntRange(min=0), help="Rows passed over first.")
 @STORE
 @JSON
@@ -125,7 +122,7 @@ def trace(run_id: str, row: str, store: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("before", metavar="RUN_A[@i]")
 @click.argument("now", metavar="RUN_B[@j]")
-@_limit(20, "Flipped pairs")
+@LIMIT
 @STORE
 @JSON
 def diff(before: str, now: str, limit: int, store: str | None, as_json: bool) -> None:
@@ -149,7 +146,7 @@ def diff(before: str, now: str, limit: int, store: str | None, as_json: bool) ->
 @click.command()
 @RUN
 @click.argument("query", metavar="SQL", required=False)
-@_limit(100, "Rows")
+@LIMIT
 @STORE
 @JSON
 def sql(run_id: str, query: str | None, limit: int, store: str | None, as_json: bool) -> None:
@@ -197,7 +194,12 @@ def open_artifact(
     line = reading_line(files, library) if library else None
     if as_json:
         steps = [
-            {**one.place._asdict(), "rows": one.artifact.rows, "digest": one.artifact.digest, "files": fetched[one.place]}
+            {
+                **one.place._asdict(),
+                "rows": one.artifact.rows,
+                "digest": one.artifact.digest,
+                "files": fetched[one.place],
+            }
             for one in placed
         ]
         print_json({"artifact": artifact, "steps": steps, **({library: line} if library else {})})

@@ -112,7 +112,9 @@ def print_iteration(seen: Iteration) -> None:
     print_table(columns, rows, title=f"{seen.run} iteration {seen.iteration}")
     if seen.prompts:
         asked, made = seen.prompts["asked"], seen.prompts["with_rows"]
-        others = ", ".join(f"{name.replace('_', ' ')} {seen.prompts[name]}" for name in ("all_right", "none_right", "other"))
+        others = ", ".join(
+            f"{name.replace('_', ' ')} {seen.prompts[name]}" for name in ("all_right", "none_right", "other")
+        )
         print(f"{asked} prompts asked, {made} with a training row ({_share(made, asked)}); the others: {others}")
     if seen.scores:
         results = scores_table(seen.scores)

@@ -133,8 +133,8 @@ def print_trace(found: Trace) -> None:
     columns = ("source", "address", "row", "split", "reason", "detail")
     print_table(columns, [[one[name] for name in columns] for one in found.sources], title="source row and split")
     if found.judgments:
-        columns = ("", "iteration", "step", "judge", "made by", "order", "sample", *_WRITTEN[:3], "outcome", "text")
-        print_table(columns, [_judgment(one) for one in found.judgments], title="judgments (→ named by the id)")
+        names = ("", "iteration", "step", "judge", "made by", "order", "sample", *_WRITTEN[:3], "outcome", "text")
+        print_table(names, [_judgment(one) for one in found.judgments], title="judgments (→ named by the id)")
     if found.rows:
         rows = [(one["iteration"], one["artifact"], one["judge"], _made_of(one)) for one in found.rows]
         print_table(("iteration", "rows of", "judge", "made of"), rows, title="training rows")
@@ -187,7 +187,7 @@ def print_comparison(found: Comparison) -> None:
     if found.flips:
         names = ("suite", "subset", "id", "before", "now", "change", "prompt")
         shown = [[_cell({**one, "id": one["pair_id"]}, name) for name in names] for one in found.flips]
-        print_table(names, shown, title="flipped, the greatest changes first; `starwheel trace RUN ID` has all of a pair")
+        print_table(names, shown, title="flipped pairs, the greatest changes first; `starwheel trace` has all of one")
 
 
 def _percent(one: Any) -> str:

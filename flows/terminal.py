@@ -133,7 +133,7 @@ def excerpt(text: str, length: int = EXCERPT) -> str:
 
 
 def _escaped(text: str, keep: str = "") -> str:
-    """Write what a terminal might obey, or not show, by its number: `\\x1b`, `\\u202e`."""
+    r"""Write what a terminal might obey, or not show, by its number: `\x1b`, `\u202e`."""
     if text.isprintable():
         return text
     return "".join(

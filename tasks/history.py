@@ -160,9 +160,7 @@ def timings(store: Store, run_id: str) -> list[dict[str, Any]]:
         manifests = list(pool.map(lambda one: None if one.reused else manifest_of(store, one), history.used))
     rows: dict[int, dict[str, Any]] = {}
     for used, manifest in zip(history.used, manifests, strict=True):
-        row = rows.setdefault(
-            used.iteration, {"iteration": used.iteration, "computed": 0, "reused": 0, "seconds": {}}
-        )
+        row = rows.setdefault(used.iteration, {"iteration": used.iteration, "computed": 0, "reused": 0, "seconds": {}})
         row["reused" if used.reused else "computed"] += 1
         if manifest is not None and (seconds := manifest.facts.get("seconds")) is not None:
             row["seconds"][used.step] = round(row["seconds"].get(used.step, 0.0) + seconds, 3)

@@ -108,9 +108,7 @@ def read_scores(store: Store, history: History, iteration: int | None = None) ->
     return scores
 
 
-def _scored(
-    store: Store, history: History, iteration: int | None = None
-) -> dict[tuple[str, str], Manifest | None]:
+def _scored(store: Store, history: History, iteration: int | None = None) -> dict[tuple[str, str], Manifest | None]:
     return {
         (_judge(one.iteration, one.label), one.label.split(" ")[-1]): manifest_of(store, one)
         for one in history.of("score", iteration)

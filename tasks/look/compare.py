@@ -1,4 +1,4 @@
-"""Hold two judges against each other: settings, yields, paired tests clustered by prompt, and the pairs that flipped."""
+"""Hold two judges against each other: settings, yields, paired tests clustered by prompt, the pairs that flipped."""
 
 from __future__ import annotations
 
@@ -119,12 +119,13 @@ def compare(before: Side, now: Side, *, limit: int) -> Comparison:
         flipped[suite] = paired_scores.flips(is_, was)
     if not metrics:
         raise DataError(f"{before} and {now} answered no pair in common, so nothing can be compared")
-    counts = {suite: {one: rows.filter(pl.col("change") == one).height for one in CHANGES} for suite, rows in flipped.items()}
+    counts = {suite: _count(rows) for suite, rows in flipped.items()}
     first = _with_prompts(now.contents, _first(flipped, limit))
     return Comparison(str(before), str(now), _settings(before, now), _yields(before, now), metrics, counts, first)
 
 
-CHANGES = ("gained", "lost")
+def _count(flips: pl.DataFrame) -> dict[str, int]:
+    return {change: flips.filter(pl.col("change") == change).height for change in ("gained", "lost")}
 
 
 def _first(flipped: Mapping[str, pl.DataFrame], limit: int) -> list[dict[str, Any]]:
@@ -172,7 +173,8 @@ def side(contents: Contents, judge: str | None) -> Side:
     if judge is None and numbers:
         return Side(contents, str(numbers[0]), alone=False)
     if judge is None or judge not in judges:
-        raise DataError(f"{where} has no scored judge {judge or ''}; scored are {', '.join(sorted(judges)) or 'none yet'}")
+        known = ", ".join(sorted(judges)) or "none yet"
+        raise DataError(f"{where} has no scored judge {judge or ''}; scored are {known}")
     return Side(contents, judge, alone=True)
 
 
@@ -182,11 +184,13 @@ def flipped_pairs(contents: Contents, iteration: int) -> list[str]:
     now, before = str(iteration), str(iteration - 1) if iteration else "base"
     suites = [suite for judge, suite in known if judge == now and (before, suite) in known]
     if not suites:
+        who = "the untrained judge" if before == "base" else f"checkpoint {before}"
         raise DataError(
-            f"{contents.store.url}: {contents.history.run_id} has no scores of "
-            f"{'the untrained judge' if before == 'base' else f'checkpoint {before}'} to tell what flipped in iteration "
-            f"{iteration}; name a later iteration"
+            f"{contents.store.url}: {contents.history.run_id} has no scores of both {who} and checkpoint {iteration}, "
+            "so what flipped can't be told; name another iteration"
         )
-    tables = [[contents.store.read(known[judge, suite].artifact("pair_scores")) for judge in (now, before)] for suite in suites]
-    ids: list[str] = pl.concat([paired_scores.flips(*both)["pair_id"] for both in tables]).to_list()
+    ids: list[str] = []
+    for suite in suites:
+        scored = (contents.store.read(known[judge, suite].artifact("pair_scores")) for judge in (now, before))
+        ids += paired_scores.flips(*scored)["pair_id"].to_list()
     return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,11 +82,14 @@ class Contents:
             raise DataError(f"{where} has no iteration {iteration}; it has {known or 'none yet'}")
         if step and self.placed(kind, iteration):
             steps = [_words(one.place) for one in self.placed(kind, iteration)]
-            raise DataError(
-                f"{where}, iteration {iteration}: no step {step!r} made {kind}; made by {_list(steps)}"
-            )
+            raise DataError(f"{where}, iteration {iteration}: no step {step!r} made {kind}; made by {_list(steps)}")
         kinds = dict.fromkeys(name for one in here.values() for name in one.artifacts)
         raise DataError(f"{where}, iteration {iteration}: there is no artifact {kind!r}; there are {_list(kinds)}")
+
+    def beside(self, kind: str, placed: Sequence[Placed]) -> list[Placed]:
+        """Give the artifacts of another kind that hold the same judgments: texts of verdicts, verdicts of texts."""
+        subjects = {(one.place.iteration, subject(one.place)) for one in placed}
+        return [one for one in self.placed(kind) if (one.place.iteration, subject(one.place)) in subjects]
 
     def split(self, kind: str) -> str:
         """Write the SQL of an artifact of the split; DataError where it is lost or not made yet."""
@@ -153,6 +157,11 @@ def literal(value: object) -> str:
 def quoted(name: str) -> str:
     """Write a column's name in SQL; `order` and `group` are words of SQL too."""
     return f'"{name}"'
+
+
+def subject(place: Place) -> str:
+    """Say whose judgments a step makes or takes: `test` or `base test`, nothing of an iteration's training part."""
+    return re.split(r" (?:ab|ba) ", place.label)[0] if place.step in ("evaluate", "score") else ""
 
 
 def _called(place: Place, step: str) -> bool:

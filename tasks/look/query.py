@@ -12,8 +12,6 @@ from storage.schema import SCHEMAS
 from tasks.look.contents import connect, literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tasks.look.contents import Contents
 
 _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
@@ -61,9 +59,9 @@ def query(contents: Contents, sql: str, *, limit: int) -> Answer:
             columns = tuple(column[0] for column in found.description or ())
             rows = found.fetchmany(limit + 1)
         except duckdb.Error as error:
-            what = str(error).strip().splitlines()[0]
-            known = ", ".join(view.name for view in views(contents))
-            raise DataError(f"{contents.history.run_id}: {what.rstrip('!.')}; the views are {known or 'none yet'}") from None
+            what = str(error).strip().splitlines()[0].rstrip("!.")
+            known = ", ".join(view.name for view in views(contents)) or "none yet"
+            raise DataError(f"{contents.history.run_id}: {what}; the views are {known}") from None
     return Answer(columns, rows[:limit], len(rows) > limit)
 
 

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from tasks.look.contents import Contents, Placed
 
 JUDGED = ("judgments", "completions", "selected", "dropped")  # one row a judgment: their columns belong together
-_ORDER = {"splits": ("source", "row"), "train_log": ("train_step",), "metrics": ("suite", "subset", "section", "metric")}
+_ORDER = {
+    "splits": ("source", "row"),
+    "train_log": ("train_step",),
+    "metrics": ("suite", "subset", "section", "metric"),
+}
 _POSITION = ("iteration", "step", "label", "filename", "file_row_number")
 _PLACE = ("iteration", "step", "label")
 
@@ -55,7 +59,7 @@ def find_rows(
     Texts are read for the page alone; `contains` looks through all.
     """
     own = contents.asked(kind, iteration, filters.step)
-    wanted, values = _conditions(contents, kind, iteration, filters)
+    wanted, values = _conditions(contents, own, iteration, filters)
     rows = f"FROM {contents.relation(own, position=True)} AS own WHERE {wanted}"
     names = SCHEMAS[kind].names
     order = [name for name in _ORDER.get(kind, _ids(names)) if name in names]
@@ -67,7 +71,7 @@ def find_rows(
     found = _at(contents, own, positions)
     _add_pairs(contents, found, full=full)
     if kind in JUDGED:
-        _add_judgments(contents, found, iteration)
+        _add_judgments(contents, found, own)
     return Page(total, [_named(contents, row) for row in found])
 
 
@@ -77,8 +81,9 @@ def _ids(names: Sequence[str]) -> list[str]:
     return [name for name in parts if name in names]
 
 
-def _conditions(contents: Contents, kind: str, iteration: int, filters: Filters) -> tuple[str, list[Any]]:
+def _conditions(contents: Contents, own: Sequence[Placed], iteration: int, filters: Filters) -> tuple[str, list[Any]]:
     """Write the filters as SQL with its values; DataError where the kind lacks what is asked for."""
+    kind = own[0].artifact.name
     names = SCHEMAS[kind].names
     clauses, values = ["true"], list[Any]()
 
@@ -112,7 +117,7 @@ def _conditions(contents: Contents, kind: str, iteration: int, filters: Filters)
         values += [contents.pair(filters.id.pair), *([filters.id.order] if filters.id.order else [])]
         values += [part for sample in filters.id.samples for part in sample]
     if filters.contains:
-        clause, times = _contains(contents, kind, iteration)
+        clause, times = _contains(contents, own)
         clauses.append(clause)
         values += [filters.contains] * times
     return " AND ".join(clauses), values
@@ -131,11 +136,12 @@ def _id_conditions(kind: str, wanted: RowId) -> list[str]:
     return clauses
 
 
-def _contains(contents: Contents, kind: str, iteration: int) -> tuple[str, int]:
+def _contains(contents: Contents, own: Sequence[Placed]) -> tuple[str, int]:
     """Write that a row's text holds a value, and how often the value is asked for."""
+    kind = own[0].artifact.name
     if kind in JUDGED and kind != "completions":
         ids = ", ".join(map(quoted, JUDGMENT_ID))
-        texts = contents.relation(contents.asked("completions", iteration))
+        texts = contents.relation(contents.beside("completions", own))
         return f"({ids}) IN (SELECT ({ids}) FROM {texts} WHERE contains(text, ?))", 1
     parts = []
     for field in SCHEMAS[kind]:
@@ -176,18 +182,19 @@ def _add_pairs(contents: Contents, rows: Sequence[dict[str, Any]], *, full: bool
         return
     own = "prompt" in rows[0]  # a training row's prompt is the judge's own, with the responses in it
     columns = SCHEMAS["pairs"].names if full and not own else ["pair_id", "subset", "gold"]
-    sql = f"SELECT {', '.join(map(quoted, columns))} FROM {contents.split('pairs')} WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
+    sql = f"SELECT {', '.join(map(quoted, columns))} FROM {contents.split('pairs')} "
+    sql += "WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
     pairs = {one["pair_id"]: one for one in select(sql, [ids])}
     for row in rows:
         pair = pairs.get(row.get("pair_id"), {})
         _fill(row, pair)
 
 
-def _add_judgments(contents: Contents, rows: Sequence[dict[str, Any]], iteration: int) -> None:
+def _add_judgments(contents: Contents, rows: Sequence[dict[str, Any]], own: Sequence[Placed]) -> None:
     """Put the columns of completions and judgments beside each other."""
     ids = sorted({row["pair_id"] for row in rows})
     for kind in ("judgments", "completions"):
-        placed = contents.placed(kind, iteration)
+        placed = contents.beside(kind, own)
         if not ids or not placed:
             continue
         sql = f"SELECT * EXCLUDE (iteration, step, label) FROM {contents.relation(placed)} "

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import DataError
-from storage.schema import JUDGMENT_ID, Split
-from tasks.earlier import Place
-from tasks.look.contents import select
+from storage.schema import JUDGMENT_ID, Split, part
+from tasks.look.contents import select, subject
 from tasks.look.row_id import RowId, Sample
 from tasks.models import Model
 from tasks.pairs import BOOTSTRAP
@@ -16,6 +15,7 @@ from tasks.pairs import BOOTSTRAP
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from tasks.earlier import Place
     from tasks.look.contents import Contents, Placed
 
 ROWS = ("sft", "dpo")
@@ -26,8 +26,8 @@ class Trace:
     """Hold all that a run knows of a pair or, where the id is finer, of some judgments and the rows made of them.
 
     sources: rows of the sources, each with its address, split and why it was dropped. judgments: what each judge wrote
-    of the pair, each with its verdict, status, what became of it (`outcome`) and whether the id names it. rows: training
-    rows. checkpoints: those trained on the rows, and those that went on from them.
+    of the pair, each with its verdict, status, what became of it (`outcome`) and whether the id names it. rows:
+    training rows. checkpoints: those trained on the rows, and those that went on from them.
     """
 
     run: str
@@ -84,7 +84,7 @@ def _judgments(contents: Contents, pair_id: str, name: str) -> Iterator[dict[str
         for row in _of_pair(contents, placed, pair_id):
             if kind == "rationales":
                 row |= {"checkpoint": BOOTSTRAP, "sample": 0, "hinted": False}
-            merged = found.setdefault(tuple(row.get(part) for part in JUDGMENT_ID), {"outcome": None})
+            merged = found.setdefault(tuple(row.get(column) for column in JUDGMENT_ID), {"outcome": None})
             merged.update({one: value for one, value in row.items() if one not in merged})
             if kind in ("selected", "dropped"):
                 merged["outcome"] = kind if kind == "selected" else f"dropped: {row['reason']}"
@@ -96,9 +96,8 @@ def _concerns(place: Place, kind: str, name: str) -> bool:
     """Say whether the step's artifact may hold judgments of the pairs of a set."""
     if kind == "rationales":
         return name == Split.BOOTSTRAP
-    if place.step in ("sample", "rationalize", "select"):
-        return name == f"part-{place.iteration}"
-    return name in place.label.split()
+    asked = subject(place).split()
+    return name == (asked[-1] if asked else part(place.iteration))
 
 
 def _maker(contents: Contents, digest: str) -> str | None:
@@ -116,7 +115,12 @@ def _rows(contents: Contents, pair_id: str, sets: set[str]) -> Iterator[dict[str
     for kind in ROWS:
         for one in contents.placed(kind):
             for row in _of_pair(contents, [one], pair_id):
-                yield {"artifact": kind, "digest": one.artifact.digest, **row, "judge": contents.name(row["checkpoint"])}
+                yield {
+                    "artifact": kind,
+                    "digest": one.artifact.digest,
+                    **row,
+                    "judge": contents.name(row["checkpoint"]),
+                }
 
 
 def _named(wanted: RowId, judgment: Mapping[str, Any]) -> bool:
