@@ -11,7 +11,6 @@ from storage.errors import DataError
 from tasks.differences import Known, differences
 from tasks.judge import paired_scores
 from tasks.judge.statistics import mean_interval, paired
-from tasks.look.contents import select
 from tasks.report import Yield, read_yields
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def _first(flipped: Mapping[str, pl.DataFrame], limit: int) -> list[dict[str, An
 def _with_prompts(contents: Contents, flips: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the prompts of the pairs that are named, and read no others."""
     sql = f"SELECT pair_id, prompt FROM {contents.split('pairs')} WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
-    prompts = {row["pair_id"]: row["prompt"] for row in select(sql, [[one["pair_id"] for one in flips]])}
+    prompts = {row["pair_id"]: row["prompt"] for row in contents.select(sql, [[one["pair_id"] for one in flips]])}
     return [{**one, "prompt": prompts.get(one["pair_id"])} for one in flips]
 
 

@@ -104,7 +104,7 @@ class Contents:
     def pair(self, beginning: str) -> str:
         """Give the id of the one pair that begins so, kept or dropped; DataError where none or several do."""
         sql = f"SELECT DISTINCT pair_id FROM {self.split('splits')} WHERE starts_with(pair_id, ?) ORDER BY ALL LIMIT 6"
-        found = [str(row["pair_id"]) for row in select(sql, [beginning])]
+        found = [str(row["pair_id"]) for row in self.select(sql, [beginning])]
         if len(found) == 1:
             return found[0]
         which = f"it may be {_list(found[:5])}" if found else "`starwheel rows RUN 0 pairs` lists the pairs"
@@ -129,6 +129,16 @@ class Contents:
         ]
         return f"({' UNION ALL '.join(parts)})"
 
+    def select(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Run a query of ours and give its rows, which are few."""
+        found = self._database.cursor().execute(sql, list(values))
+        names = [column[0] for column in found.description or ()]
+        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+    @cached_property
+    def _database(self) -> duckdb.DuckDBPyConnection:
+        return connect()
+
 
 def read_contents(store: Store, run_id: str) -> Contents:
     """Read what a run committed, from its log."""
@@ -139,14 +149,6 @@ def read_contents(store: Store, run_id: str) -> Contents:
 def connect(**settings: str) -> duckdb.DuckDBPyConnection:
     """Open a DuckDB in memory that reads the files it is told and loads nothing from elsewhere."""
     return duckdb.connect(":memory:", config={**_SETTINGS, **settings})
-
-
-def select(sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Run a query of ours and give its rows, which are few."""
-    with connect() as connection:
-        found = connection.execute(sql, list(values))
-        names = [column[0] for column in found.description or ()]
-        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
 
 def literal(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from storage.errors import DataError
 from storage.schema import JUDGMENT_ID, MESSAGES, SCHEMAS
 from tasks.look.compare import flipped_pairs
-from tasks.look.contents import connect, quoted, select
+from tasks.look.contents import quoted
 from tasks.look.row_id import RowId, row_id
 
 if TYPE_CHECKING:
@@ -64,15 +64,14 @@ def find_rows(
     names = SCHEMAS[kind].names
     order = [name for name in _ORDER.get(kind, _ids(names)) if name in names]
     sorting = ", ".join([*_PLACE, *map(quoted, order), "filename", "file_row_number"])
-    with connect() as connection:
-        (total,) = connection.execute(f"SELECT count(*) {rows}", values).fetchall()[0]
-        page = f"SELECT {', '.join(_POSITION)} {rows} ORDER BY {sorting} LIMIT ? OFFSET ?"
-        positions = connection.execute(page, [*values, limit, offset]).fetchall()
+    (counted,) = contents.select(f"SELECT count(*) AS total {rows}", values)
+    page = f"SELECT {', '.join(_POSITION)} {rows} ORDER BY {sorting} LIMIT ? OFFSET ?"
+    positions = [tuple(one.values()) for one in contents.select(page, [*values, limit, offset])]
     found = _at(contents, own, positions)
     _add_pairs(contents, found, full=full)
     if kind in JUDGED:
         _add_judgments(contents, found, own)
-    return Page(total, [_named(contents, row) for row in found])
+    return Page(counted["total"], [_named(contents, row) for row in found])
 
 
 def _ids(names: Sequence[str]) -> list[str]:
@@ -169,7 +168,7 @@ def _at(contents: Contents, own: Sequence[Placed], positions: Sequence[tuple[Any
     """
     found = {
         tuple(row[name] for name in _POSITION): row
-        for row in select(sql, [[one[3] for one in positions], [one[4] for one in positions]])
+        for row in contents.select(sql, [[one[3] for one in positions], [one[4] for one in positions]])
     }
     rows = [found[one] for one in positions]
     return [{name: value for name, value in row.items() if name not in _POSITION[3:]} for row in rows]
@@ -184,7 +183,7 @@ def _add_pairs(contents: Contents, rows: Sequence[dict[str, Any]], *, full: bool
     columns = SCHEMAS["pairs"].names if full and not own else ["pair_id", "subset", "gold"]
     sql = f"SELECT {', '.join(map(quoted, columns))} FROM {contents.split('pairs')} "
     sql += "WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
-    pairs = {one["pair_id"]: one for one in select(sql, [ids])}
+    pairs = {one["pair_id"]: one for one in contents.select(sql, [ids])}
     for row in rows:
         pair = pairs.get(row.get("pair_id"), {})
         _fill(row, pair)
@@ -199,7 +198,7 @@ def _add_judgments(contents: Contents, rows: Sequence[dict[str, Any]], own: Sequ
             continue
         sql = f"SELECT * EXCLUDE (iteration, step, label) FROM {contents.relation(placed)} "
         sql += "WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
-        others = {_judgment(one): one for one in select(sql, [ids])}
+        others = {_judgment(one): one for one in contents.select(sql, [ids])}
         for row in rows:
             _fill(row, others.get(_judgment(row), {}))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.errors import DataError
 from storage.schema import JUDGMENT_ID, Split, part
-from tasks.look.contents import select, subject
+from tasks.look.contents import subject
 from tasks.look.row_id import RowId, Sample
 from tasks.models import Model
 from tasks.pairs import BOOTSTRAP
@@ -63,7 +63,7 @@ def trace(contents: Contents, wanted: RowId) -> Trace:
 def _of_pair(contents: Contents, placed: Sequence[Placed], pair_id: str) -> list[dict[str, Any]]:
     if not placed:
         return []
-    return select(f"SELECT * FROM {contents.relation(placed)} WHERE pair_id = ?", [pair_id])
+    return contents.select(f"SELECT * FROM {contents.relation(placed)} WHERE pair_id = ?", [pair_id])
 
 
 def _source(contents: Contents, row: Mapping[str, Any]) -> dict[str, Any]:
