@@ -45,13 +45,16 @@ def show(run_id: str, iteration: int | None, step: str | None, planned: bool, st
         printed.print_report(opened, run_id, as_json=as_json)
     elif step is None:
         seen = look_at_iteration(opened, run_id, iteration)
-        print_json(seen.to_json()) if as_json else printed.print_iteration(seen)
+        if as_json:
+            print_json(seen.to_json())
+        else:
+            printed.print_iteration(seen)
     else:
         manifests = step_manifests(opened, run_id, iteration, step)
         if as_json:
             print_json(manifests)
-            return
-        printed.print_step(_contents(opened, run_id), iteration, step)
+        else:
+            printed.print_step(_contents(opened, run_id), iteration, step)
 
 
 @click.command()
@@ -76,12 +79,16 @@ def rows(
     artifact: str,
     step: str,
     wanted: str | None,
+    status: str | None,
+    subset: str | None,
+    hinted: bool,
+    flipped: bool,
+    contains: str | None,
     full: bool,
     limit: int,
     offset: int,
     store: str | None,
     as_json: bool,
-    **chosen: bool | str | None,
 ) -> None:
     """List the rows of an ARTIFACT (judgments, completions, selected, dropped, sft, dpo, pairs, …) of an ITERATION."""
     from flows.printed_rows import print_full, print_rows
@@ -90,16 +97,20 @@ def rows(
     from tasks.look.row_id import parse_id
     from tasks.look.rows import Filters, find_rows
 
-    if chosen["status"] is not None and chosen["status"] not in list(Status):
-        raise click.UsageError(f"--status {chosen['status']}: there are {', '.join(Status)}")
-    filters = Filters(step=step, id=parse_id(wanted) if wanted else None, **chosen)  # type: ignore[arg-type]
+    if status is not None and status not in list(Status):
+        raise click.UsageError(f"--status {status}: there are {', '.join(Status)}")
+    named = parse_id(wanted) if wanted else None
+    filters = Filters(step, named, status, subset, hinted=hinted, flipped=flipped, contains=contains)
     contents = _named(run_id, store)
     page = find_rows(contents, artifact, iteration, filters, limit=limit, offset=offset, full=full)
     if as_json:
         print_json({"total": page.total, "offset": offset, "rows": page.rows})
         return
     title = f"{contents.history.run_id} iteration {iteration} {artifact}"
-    (print_full if full else print_rows)(page, artifact, title=title, offset=offset)
+    if full:
+        print_full(page, title=title, offset=offset)
+    else:
+        print_rows(page, artifact, title=title, offset=offset)
 
 
 @click.command()
@@ -116,7 +127,10 @@ def trace(run_id: str, row: str, store: str | None, as_json: bool) -> None:
 
     wanted = parse_id(row)
     found = trace_row(_named(run_id, store), wanted)
-    print_json(found.to_json()) if as_json else print_trace(found)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_trace(found)
 
 
 @click.command()
@@ -140,7 +154,10 @@ def diff(before: str, now: str, limit: int, store: str | None, as_json: bool) ->
         run_id, _, judge = name.partition("@")
         sides.append(side(_contents(opened, find_run(opened, run_id)), judge or None))
     found = compare(*sides, limit=limit)
-    print_json(found.to_json()) if as_json else print_comparison(found)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_comparison(found)
 
 
 @click.command()
@@ -168,8 +185,10 @@ def sql(run_id: str, query: str | None, limit: int, store: str | None, as_json: 
     if as_json:
         print_json([dict(zip(answer.columns, row, strict=True)) for row in answer.rows])
         return
-    cut = [[excerpt(cell) if isinstance(cell, str) else cell for cell in row] for row in answer.rows]
-    print_table(answer.columns, cut)
+    shown = [
+        [cell if cell is None or isinstance(cell, float) else excerpt(str(cell)) for cell in row] for row in answer.rows
+    ]
+    print_table(answer.columns, shown)
 
 
 @click.command("open")

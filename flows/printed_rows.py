@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
     return str(value[0]["content"]) if len(value) == 1 else conversation(value) if value else ""
 
 
-def print_full(page: Page, kind: str, *, title: str, offset: int) -> None:
+def print_full(page: Page, *, title: str, offset: int) -> None:
     """Print each row of a page with its whole texts: prompt, both responses as they were shown, what was written."""
     print(plain(title))
     for row in page.rows:

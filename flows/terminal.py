@@ -78,7 +78,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(Text(plain(name)))
+        table.add_column(Text(plain(name)), no_wrap=name == "id")  # ids are copied
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)

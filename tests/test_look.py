@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -537,18 +541,20 @@ def test_lost_steps_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_line_for_a_notebook_reads_the_rows(dpo: Looked, library: str) -> None:
+def test_the_line_for_a_notebook_reads_the_rows(dpo: Looked, library: str, tmp_path: Path) -> None:
     placed = dpo.contents.asked("completions", 1, "sample")
     files = [file for files in dpo.contents.fetch(placed).values() for file in files]
     assert len(files) > 1
-    line = reading_line(files, library)
-    if library == "datasets":  # it loads torch where that is installed, and copies the rows into its own cache
-        compile(line, "line", "exec")
-        return
-    names: dict[str, Any] = {}
-    exec(line, names)
-    rows = pl.DataFrame(names["rows"])
-    assert rows["text"].to_list() == [text for file in files for text in pq.read_table(file)["text"].to_pylist()]
+    code = f"{reading_line(files, library)}; print('read:', json.dumps(list(rows['text'])))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json; {code}"],
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = done.stdout.partition("read: ")[2]
+    assert json.loads(told) == [text for file in files for text in pq.read_table(file)["text"].to_pylist()]
 
 
 def test_an_iteration_as_a_whole(sft: Looked) -> None:
