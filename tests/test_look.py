@@ -9,18 +9,16 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
 from finished import Finished, finish
-from judge_cases import table
 
 from storage.errors import CorruptArtifactError, DataError
 from storage.schema import JUDGMENT_ID, SCHEMAS
 from storage.store import open_store
-from tasks.judge import paired_scores, statistics
-from tasks.look.compare import compare, flipped_pairs, measure, side
+from tasks.judge import paired_scores
+from tasks.look.compare import compare, flipped_pairs, side
 from tasks.look.contents import read_contents
 from tasks.look.notebook import LIBRARIES, reading_line
 from tasks.look.overview import look_at_iteration
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    import pyarrow as pa
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -209,28 +206,6 @@ def test_what_can_not_be_listed_is_a_sentence(sft: Looked, case: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        ("p83c1", RowId("p83c1")),
-        ("p83c1:ba", RowId("p83c1", "ba")),
-        ("p83c1:ab:12", RowId("p83c1", "ab", (Sample(12, False),))),
-        ("p83c1:ab:0h-3", RowId("p83c1", "ab", (Sample(0, True), Sample(3, False)))),
-    ],
-)
-def test_row_ids(text: str, meant: RowId) -> None:
-    assert parse_id(text) == meant
-    assert str(meant) == text
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x", "p83c1:", "p83c1:ac", "p83c1:ab:", "p83c1:ab:x", "p83c1:ab:1-", "p83:ab:1:2"]
-)
-def test_other_ids_are_refused(text: str) -> None:
-    with pytest.raises(DataError, match="is no row id: write PAIR"):
-        parse_id(text)
-
-
 # Lineage.
 
 
@@ -348,55 +323,6 @@ def test_nothing_of_this_id_is_a_sentence(dpo: Looked) -> None:
 
 
 # Comparisons.
-
-
-def scores(values: list[float], **changes: Any) -> pa.Table:
-    rows = [
-        {
-            "suite": "test",
-            "pair_id": f"p{number}",
-            "group": f"g{number // 2}",
-            "subset": "",
-            "forced_choice": value,
-            "free_text": value,
-            "consistent": True,
-        }
-        | changes
-        for number, value in enumerate(values)
-    ]
-    return table("pair_scores", rows)
-
-
-def test_flips_are_changes_of_side() -> None:
-    """Right is above 1/2; an even score is on the other side of right."""
-    before, now = scores([1, 0, 0.5, 0.75, 0.5, 0.25]), scores([0, 1, 1, 1, 0, 0.75, 1])
-    flips = paired_scores.flips(now, before)
-    found = [(row["pair_id"], row["before"], row["now"], row["change"]) for row in flips.to_dicts()]
-    assert found == [
-        ("p0", 1, 0, "lost"),
-        ("p1", 0, 1, "gained"),
-        ("p2", 0.5, 1, "gained"),
-        ("p5", 0.25, 0.75, "gained"),
-    ]
-
-
-def test_flips_by_free_text_where_no_probability_was_read() -> None:
-    flips = paired_scores.flips(scores([1], forced_choice=None), scores([0], forced_choice=None))
-    assert flips["change"].to_list() == ["gained"]
-    assert paired_scores.flips(scores([1]), scores([0], forced_choice=None, free_text=None)).height == 0
-
-
-def test_metrics_are_over_the_shared_pairs_clustered_by_prompt() -> None:
-    draws = np.random.default_rng(5)
-    before, now = (list(draws.integers(0, 5, 40) / 4) for _ in range(2))
-    found = {one.metric: one for one in measure("test", scores(now), scores(before[:30]))}
-    assert set(found) == {"forced_choice", "free_text", "consistent"}
-    groups = [f"g{number // 2}" for number in range(30)]
-    one = found["forced_choice"]
-    assert one.difference == pytest.approx(statistics.paired(now[:30], before[:30], groups))
-    assert one.before == pytest.approx(statistics.mean_interval(before[:30], groups))
-    assert one.now == pytest.approx(statistics.mean_interval(now[:30], groups))
-    assert (one.difference.n, one.difference.clusters) == (30, 15)
 
 
 def test_two_judges_of_one_run(dpo: Looked) -> None:
