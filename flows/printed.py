@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
-from flows.terminal import plain, print_json, print_table
+from flows.terminal import excerpt, plain, print_json, print_table
 from tasks.estimate import Estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from storage.store import Store
     from tasks.data.profile import Profile
     from tasks.estimate import Range
     from tasks.explain import Explanation
     from tasks.forecast import Forecast
+    from tasks.look.contents import Contents
+    from tasks.look.overview import Iteration
     from tasks.outcome import Outcome
     from tasks.plan import Planned
 
@@ -48,11 +51,13 @@ def print_profile(address: str, profile: Profile) -> None:
 
 def print_report(store: Store, run_id: str, *, as_json: bool) -> None:
     """Print a run's results, yields and comparisons."""
+    from tasks.history import timings
     from tasks.report import make_report, results_table
 
     report = make_report(store, run_id)
+    times = timings(store, run_id)
     if as_json:
-        print_json(report.to_json())
+        print_json({**report.to_json(), "timings": times})
         return
     rows = results_table(report)
     if not rows:
@@ -82,7 +87,78 @@ def print_report(store: Store, run_id: str, *, as_json: bool) -> None:
             f"{plain(one.suite)}: checkpoint {one.judge} − {against}: {100 * one.difference:+.1f} points "
             f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}], p = {one.p:.2g}, {one.n} pairs, clustered by prompt"
         )
+    steps = list(dict.fromkeys(step for one in times for step in one["seconds"]))
+    spent = [
+        (
+            one["iteration"],
+            one["computed"],
+            one["reused"],
+            *(_duration(one["seconds"][step]) if step in one["seconds"] else "" for step in steps),
+        )
+        for one in times
+    ]
+    print_table(("iteration", "steps computed", "reused", *steps), spent)
     print(f"engine starts: {report.engine_starts}")
+
+
+def print_iteration(seen: Iteration) -> None:
+    """Print an iteration's steps as a funnel, what its prompts came to, its judge's metrics and the gate's reason."""
+    from tasks.report import scores_table
+
+    columns = ("step", "state", "in", "kept", "share", "dropped", "artifacts", "tokens", "seconds", "key")
+    rows = [
+        [_share(one["kept"], one["in"]) if name == "share" else one[name] for name in columns] for one in seen.steps
+    ]
+    print_table(columns, rows, title=f"{seen.run} iteration {seen.iteration}")
+    if seen.prompts:
+        asked, made = seen.prompts["asked"], seen.prompts["with_rows"]
+        others = ", ".join(
+            f"{name.replace('_', ' ')} {seen.prompts[name]}" for name in ("all_right", "none_right", "other")
+        )
+        print(f"{asked} prompts asked, {made} with a training row ({_share(made, asked)}); the others: {others}")
+    if seen.scores:
+        results = scores_table(seen.scores)
+        names = list(dict.fromkeys(name for one in results for name in one))
+        print_table(names, [[one.get(name) for name in names] for one in results], title="% with 95 % intervals")
+    if seen.gate:
+        print(f"gate: {plain(seen.gate)}")
+
+
+def _share(part: int | None, whole: int | None) -> str | None:
+    return f"{100 * part / whole:.0f} %" if part is not None and whole else None
+
+
+def print_step(contents: Contents, iteration: int, step: str) -> None:
+    """Print what a step made and of what: artifacts, counts, inputs by what they are, settings, facts."""
+    for place, manifest in contents.manifests.items():
+        if (place.iteration, place.step) != (iteration, step):
+            continue
+        title = f"{contents.history.run_id} {place}: attempt {manifest.attempt}, made {manifest.created}"
+        made = [
+            (name, one.rows, len(one.files), _bytes_of(sum(file.bytes for file in one.files)), one.digest[:12])
+            for name, one in manifest.artifacts.items()
+        ]
+        print_table(("artifact", "rows", "files", "stored", "digest"), made, title=title)
+        inputs = [(name, contents.name(str(one)) if one else None) for name, one in manifest.inputs.items()]
+        parts = manifest.key_parts["parts"]
+        told = [("key", manifest.key), *(("input " + name, one) for name, one in inputs)]
+        told += [(name, json.dumps(one, ensure_ascii=False)) for name, one in _flat(parts, "")]
+        print_table(("made of", ""), told)
+        facts = [*_flat(manifest.counts, "rows "), *_flat(manifest.facts, "")]
+        print_table(("found", ""), [(name, excerpt(str(one))) for name, one in facts])
+        if "metrics" in manifest.artifacts:
+            rows = contents.store.read(manifest.artifact("metrics")).to_pylist()
+            columns = ("subset", "metric", "value", "low", "high", "n", "clusters")
+            print_table(columns, [[one[name] for name in columns] for one in rows])
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Write nested values as `a.b` and its value."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def print_plan(planned: list[Planned], forecast: Forecast) -> None:
@@ -128,7 +204,11 @@ def _number(one: Range | None) -> str:
 
 
 def _bytes(one: Range | None) -> str:
-    return _ranged(one, lambda value: f"{_scaled(value, 1024, (' ', ' ki', ' Mi', ' Gi', ' Ti'))}B")
+    return _ranged(one, _bytes_of)
+
+
+def _bytes_of(value: float) -> str:
+    return f"{_scaled(value, 1024, (' ', ' ki', ' Mi', ' Gi', ' Ti'))}B"
 
 
 def _hours(one: Range) -> str:

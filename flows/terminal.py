@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 QUIET_SECONDS = 10.0  # between progress lines where stderr is no terminal
 WIDTH = 240  # of tables where stdout is no terminal
+TEXT_WIDTH = 120  # of texts there
+EXCERPT = 100  # characters of a text in a table
+SHOWN_CHARACTERS = 20_000  # of one text on the terminal
 
 
 def progress_listener() -> Callable[[Mapping[str, Any]], None]:
@@ -75,7 +78,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(Text(plain(name)))
+        table.add_column(Text(plain(name)), no_wrap=name == "id")  # ids are copied
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
@@ -84,10 +87,55 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     console.print(table)
 
 
+def print_text(title: str, text: str) -> None:
+    """Print a text of many lines under its title, cut where it would fill the terminal."""
+    _print_panel([(title, text)])
+
+
+def print_side_by_side(left: tuple[str, str], right: tuple[str, str]) -> None:
+    """Print two titled texts beside each other."""
+    _print_panel([left, right])
+
+
+def _print_panel(texts: Sequence[tuple[str, str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else TEXT_WIDTH, highlight=False)
+    table = Table(box=box.ROUNDED, expand=True)
+    for title, _ in texts:
+        table.add_column(Text(plain(title)), ratio=1, overflow="fold")
+    table.add_row(*(Text(_shown(text)) for _, text in texts))
+    console.print(table)
+
+
+def _shown(text: str) -> str:
+    """Keep the lines of a text; what is not printable is written by its number, what is too long is counted."""
+    left = len(text) - SHOWN_CHARACTERS
+    more = f"\n… {left} more characters; --json has them" if left > 0 else ""
+    return _escaped(text[:SHOWN_CHARACTERS].expandtabs(4), keep="\n") + more
+
+
 def plain(cell: Any) -> str:
     """Turn a cell into one line of visible characters: stored text may hold escapes and direction marks."""
     if cell is None:
         return "–"
     if isinstance(cell, float):
         return f"{cell:.3f}"
-    return "".join(char if char.isprintable() else "�" for char in str(cell))
+    return _escaped(str(cell))
+
+
+def excerpt(text: str, length: int = EXCERPT) -> str:
+    """Cut a text to what a cell of a table holds."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _escaped(text: str, keep: str = "") -> str:
+    r"""Write what a terminal might obey, or not show, by its number: `\x1b`, `\u202e`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import polars as pl
 
 from configs.run import key_part
-from tasks.judge import frames, statistics
+from tasks.judge import frames, paired_scores, statistics
 from tasks.judge.statistics import Difference, paired
 from tasks.step import Step
 
@@ -96,14 +96,11 @@ def compare(now: pa.Table, before: pa.Table | None) -> tuple[str, Difference | N
     """Compare two checkpoints on the same pairs: by forced choice, or free text where it was not read."""
     if before is None:
         return "", None
-    columns = ["pair_id", "group", "forced_choice", "free_text"]
-    later, earlier = frames.frame(now.select(columns)), frames.frame(before.select(columns))
-    both = later.join(earlier, on="pair_id", how="inner", suffix="_before", validate="1:1").sort("pair_id")
-    for metric in ("forced_choice", "free_text"):
-        rows = both.filter(pl.col(metric).is_not_null() & pl.col(f"{metric}_before").is_not_null())
-        if rows.height:
-            return metric, paired(rows[metric].to_numpy(), rows[f"{metric}_before"].to_numpy(), rows["group"].to_list())
-    return "", None
+    metric = paired_scores.metric_of_record(now, before)
+    if metric is None:
+        return "", None
+    rows = paired_scores.shared(now, before, metric)
+    return metric, paired(rows["now"].to_numpy(), rows["before"].to_numpy(), rows["group"].to_list())
 
 
 def _collapse(metrics: pa.Table, floor: float) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from storage.store import Store
+
+_READERS = 8
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ def _step_row(used: Used, manifest: Manifest | None) -> dict[str, Any]:
             "kept": None,
             "dropped": "",
             "artifacts": "",
+            "tokens": None,
             "seconds": None,
         }
     dropped = manifest.counts.get("dropped", {})
@@ -145,8 +149,23 @@ def _step_row(used: Used, manifest: Manifest | None) -> dict[str, Any]:
         "kept": manifest.counts.get("kept"),
         "dropped": ", ".join(f"{reason} {count}" for reason, count in dropped.items()),
         "artifacts": ", ".join(f"{name} {one.rows}" for name, one in manifest.artifacts.items()),
+        "tokens": manifest.facts.get("tokens"),
         "seconds": manifest.facts.get("seconds"),
     }
+
+
+def timings(store: Store, run_id: str) -> list[dict[str, Any]]:
+    """Sum up the seconds that a run's own steps took, one row an iteration; reused steps are counted alone."""
+    history = read_history(store, run_id)
+    with ThreadPoolExecutor(_READERS) as pool:
+        manifests = list(pool.map(lambda one: None if one.reused else manifest_of(store, one), history.used))
+    rows: dict[int, dict[str, Any]] = {}
+    for used, manifest in zip(history.used, manifests, strict=True):
+        row = rows.setdefault(used.iteration, {"iteration": used.iteration, "computed": 0, "reused": 0, "seconds": {}})
+        row["reused" if used.reused else "computed"] += 1
+        if manifest is not None and (seconds := manifest.facts.get("seconds")) is not None:
+            row["seconds"][used.step] = round(row["seconds"].get(used.step, 0.0) + seconds, 3)
+    return sorted(rows.values(), key=lambda row: int(row["iteration"]))
 
 
 def step_manifests(store: Store, run_id: str, iteration: int, step: str) -> list[dict[str, Any]]:

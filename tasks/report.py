@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from storage.manifest import Manifest
     from storage.store import Store
 
 SHOWN = (
@@ -88,24 +89,39 @@ class Report:
 def make_report(store: Store, run_id: str) -> Report:
     """Read a run's committed scores; steps that were lost since are left out."""
     history = read_history(store, run_id)
-    scored = {
-        (_judge(one.iteration, one.label), one.label.split(" ")[-1]): manifest_of(store, one)
-        for one in history.of("score")
-    }
+    return Report(
+        run_id,
+        read_scores(store, history),
+        read_yields(store, history),
+        _compare(store, _scored(store, history)),
+        _engine_starts(store, history),
+    )
+
+
+def read_scores(store: Store, history: History, iteration: int | None = None) -> list[Scores]:
+    """Read the metrics of the judges that were scored in an iteration, or in all."""
     scores = []
-    for (judge, suite), manifest in scored.items():
+    for (judge, suite), manifest in _scored(store, history, iteration).items():
         if manifest is not None:
             table = store.read(manifest.artifact("metrics"))
             known = set(table["metric"].to_pylist())  # a judge without reasons has no metrics of a text
             scores.append(Scores(judge, suite, {name: metric(table, name) for name in SHOWN if name in known}))
-    return Report(run_id, scores, _yields(store, history), _compare(store, scored), _engine_starts(store, history))
+    return scores
+
+
+def _scored(store: Store, history: History, iteration: int | None = None) -> dict[tuple[str, str], Manifest | None]:
+    return {
+        (_judge(one.iteration, one.label), one.label.split(" ")[-1]): manifest_of(store, one)
+        for one in history.of("score", iteration)
+    }
 
 
 def _judge(iteration: int, label: str) -> str:
     return "base" if label.startswith("base ") else str(iteration)
 
 
-def _yields(store: Store, history: History) -> list[Yield]:
+def read_yields(store: Store, history: History) -> list[Yield]:
+    """Count what each iteration kept."""
     yields = []
     for used in history.of("select"):
         manifest = manifest_of(store, used)
@@ -156,8 +172,13 @@ def _engine_starts(store: Store, history: History) -> int:
 
 def results_table(report: Report) -> list[dict[str, str]]:
     """Give one row a judge and suite, every metric there is with its interval, and n."""
+    return scores_table(report.scores)
+
+
+def scores_table(scores: Sequence[Scores]) -> list[dict[str, str]]:
+    """Give the same of some scores."""
     rows = []
-    for one in sorted(report.scores, key=lambda score: (_place(score.judge), score.suite)):
+    for one in sorted(scores, key=lambda score: (_place(score.judge), score.suite)):
         rows.append(
             {
                 "judge": "untrained" if one.judge == "base" else f"checkpoint {one.judge}",

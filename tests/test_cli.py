@@ -109,8 +109,13 @@ def test_a_plan_tells_what_it_takes_and_show_what_it_took(made: Made) -> None:
 
 
 def test_show_an_iteration(made: Made) -> None:
-    assert "select" in call("show", "last", "1", "--store", made.url)
-    steps = read_json("show", "last", "1", "--store", made.url)
+    told = call("show", "last", "1", "--store", made.url)
+    assert "select" in told
+    assert "prompts asked" in told
+    assert "gate: go: No evidence" in told
+    seen = read_json("show", "last", "1", "--store", made.url)
+    assert {(one["judge"], one["suite"]) for one in seen["scores"]} == {("1", "dev"), ("1", "test"), ("1", "ood")}
+    steps = seen["steps"]
     assert [one["step"] for one in steps][:4] == ["sample", "select", "pairs", "train"]
     assert all(one["in"] >= one["kept"] for one in steps if one["in"] is not None)
 
@@ -119,6 +124,9 @@ def test_show_a_step(made: Made) -> None:
     (manifest,) = read_json("show", "last", "1", "train", "--store", made.url)
     assert manifest["step"] == "train"
     assert set(manifest["artifacts"]) == {"train_log", "probes"}
+    told = call("show", "last", "1", "train", "--store", made.url)
+    assert "sft of pairs 1" in told
+    assert manifest["key"] in told
 
 
 def test_plan(made: Made) -> None:
@@ -208,7 +216,7 @@ def test_a_user_error_is_a_sentence(kind: str, made: Made, tmp_path: Path, capsy
 
 def test_void_takes_a_key_as_show_prints_it(tmp_path: Path) -> None:
     made = Made(tmp_path)
-    shown = next(one for one in read_json("show", "last", "1", "--store", made.url) if one["step"] == "select")
+    shown = next(one for one in read_json("show", "last", "1", "--store", made.url)["steps"] if one["step"] == "select")
     assert "is void" in call("void", shown["key"], "--reason", "a test", "--store", made.url)
     todo = [
         (one["iteration"], one["step"])
@@ -243,6 +251,13 @@ READING = {
     "ls": ("ls", "--store", "{store}"),
     "status": ("status", "last", "--store", "{store}"),
     "show": ("show", "last", "--store", "{store}"),
+    "show an iteration": ("show", "last", "1", "--store", "{store}"),
+    "show a step": ("show", "last", "1", "score", "--store", "{store}"),
+    "rows": ("rows", "last", "1", "judgments", "--contains", "A", "--full", "--store", "{store}"),
+    "trace": ("trace", "last", "{pair}", "--store", "{store}"),
+    "diff": ("diff", "last@0", "last@1", "--store", "{store}"),
+    "sql": ("sql", "last", "SELECT count(*) FROM pairs", "--store", "{store}"),
+    "open": ("open", "last", "1", "sft", "--as", "polars", "--store", "{store}"),
     "show the plan": ("show", "last", "--plan", "--store", "{store}"),
     "validate": ("config", "validate", "{config}"),
 }
@@ -250,7 +265,8 @@ READING = {
 
 @pytest.mark.parametrize("name", READING)
 def test_reading_commands_need_nothing_heavy(name: str, made: Made) -> None:
-    command = tuple(one.format(config=made.config, store=made.url) for one in READING[name])
+    pair_id = read_json("rows", "last", "0", "pairs", "--limit", "1", "--store", made.url)["rows"][0]["id"]
+    command = tuple(one.format(config=made.config, store=made.url, pair=pair_id) for one in READING[name])
     heavy = ("prefect", "torch", "vllm", "trl", "peft", "transformers", "datasets", "s3fs", "botocore", "matplotlib")
     assert blocked(*heavy, command=command).stdout
 
@@ -273,8 +289,9 @@ def test_version() -> None:
 def test_stored_text_is_shown_as_it_reads(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store whose texts carry markup, a colour, a title change, direction marks and a line end."""
     text = "[red]A[/red]\x1b[31mB\x1b]0;title\x07\u202eC\u200f\r\nD"
-    columns = ("step", "state", "in", "kept", "dropped", "artifacts", "seconds", "key")
-    monkeypatch.setattr("tasks.history.iteration_steps", lambda *_: [dict.fromkeys(columns, text)])
+    counts = {"in": 4, "kept": 3, "tokens": 7, "seconds": 0.5}
+    columns = ("step", "state", "dropped", "artifacts", "key")
+    monkeypatch.setattr("tasks.history.iteration_steps", lambda *_: [{**dict.fromkeys(columns, text), **counts}])
     told = call("show", "last", "1", "--store", made.url)
     assert "[red]A[/red]" in told
     assert not set(told) & set("\x1b\x07\u202e\u200f\r")
@@ -284,9 +301,9 @@ def test_stored_text_is_shown_as_it_reads(made: Made, monkeypatch: pytest.Monkey
     ("cell", "shown"),
     [
         ("[bold]x", "[bold]x"),
-        ("\x1b[2J", "�[2J"),
-        ("a\u202eb", "a�b"),
-        ("a\nb", "a�b"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\u202eb", "a\\u202eb"),
+        ("a\nb", "a\\nb"),
         ("größe 東京 🙂", "größe 東京 🙂"),
         (None, "–"),
         (0.12345, "0.123"),
@@ -315,7 +332,7 @@ def test_progress_is_plain_text_where_there_is_no_terminal(capsys: pytest.Captur
     assert capsys.readouterr().err.splitlines() == [
         f"reused  iteration 1 · train  {'0' * 12}",
         "        iteration 1 · train 3/9 steps · loss 0.500 · ETA 1:15",
-        "failed  train 1: out of memory�[2J",
+        "failed  train 1: out of memory\\x1b[2J",
     ]
 
 

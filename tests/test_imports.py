@@ -37,9 +37,10 @@ FENCED = {
     "botocore": ("storage.",),
     "aiobotocore": ("storage.",),
     "prefect": ("flows.", "tasks.prefect_tasks"),
-    "click": ("flows.cli",),
+    "click": ("flows.cli", "flows.look", "flows.arguments"),
     "rich": ("flows.terminal",),
     "matplotlib": ("tasks.report",),
+    "duckdb": ("tasks.look.",),
 }
 # Outside tasks/training these are imported where they are used, never when a module is loaded.
 LATE = ("torch", "trl", "peft", "transformers", "datasets", "vllm", "huggingface_hub", "matplotlib")
@@ -86,6 +87,7 @@ WALKERS = (
     "tasks.prefect_tasks",
     "tasks.report",
     "tasks.history",
+    "tasks.look",
     "tasks.jobs",
 )
 

@@ -188,10 +188,3 @@ def _whole(sums: Floats) -> NDArray[np.int64]:
     else:
         whole = np.rint(sums / np.abs(sums).sum() * _GRID).astype(np.int64)
     return whole // max(1, int(np.gcd.reduce(np.abs(whole))))
-
-
-def mcnemar(gained: int, lost: int) -> float:
-    """Give the two-sided p of McNemar's exact test from the two discordant counts (unclustered 0/1 rows)."""
-    n, fewer = gained + lost, min(gained, lost)
-    tail = sum(math.comb(n, k) for k in range(fewer + 1))
-    return min(1.0, 2 * (tail / (1 << n)))
