@@ -493,3 +493,56 @@ def test_an_iteration_as_a_whole(sft: Looked) -> None:
     warm = look_at_iteration(sft.done.store, sft.done.run.run_id, 0)
     assert warm.prompts == {}
     assert {one.judge for one in warm.scores} == {"0", "base"}
+
+
+# Mended completions stand in for what was sampled.
+
+
+@pytest.fixture(scope="module")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> Looked:
+    repair = {"tokens": 40, "redraws": 3}
+    return Looked(finish(tmp_path_factory.mktemp("mended"), iterations=1, data=DATA, repair=repair))
+
+
+def of_step(looked: Looked, step: str) -> dict[tuple[Any, ...], Any]:
+    rows = looked.whole("completions", 1).filter(pl.col("step") == step)
+    return {tuple(row[name] for name in ID): row for row in rows.iter_rows(named=True)}
+
+
+def test_a_judgment_shows_the_text_that_was_judged(mended: Looked) -> None:
+    sampled, repaired = of_step(mended, "sample"), of_step(mended, "repair")
+    changed = {one for one, row in repaired.items() if row["text"] != sampled[one]["text"]}
+    assert changed
+    judged = {tuple(row[name] for name in ID): row for row in mended.rows("judgments", 1, step="select", full=True)}
+    assert judged.keys() == sampled.keys()
+    for one, row in judged.items():
+        assert row["text"] == (repaired.get(one) or sampled[one])["text"]
+    one = next(iter(changed))
+    longer = repaired[one]["text"][len(sampled[one]["text"]) :] if repaired[one]["text"].startswith("R") else ""
+    found = mended.rows("judgments", 1, step="select", contains=repaired[one]["text"])
+    assert one in {tuple(row[name] for name in ID) for row in found}, longer
+    stale = {tuple(row[name] for name in ID) for row in mended.rows("judgments", 1, contains=sampled[one]["text"])}
+    assert (one in stale) == (sampled[one]["text"] in repaired[one]["text"])
+
+
+def test_completions_are_listed_once_and_the_sampled_ones_by_their_step(mended: Looked) -> None:
+    sampled, repaired = of_step(mended, "sample"), of_step(mended, "repair")
+    written = [row for row in mended.rows("completions", 1) if row["step"] in ("sample", "repair")]
+    assert len(written) == len(sampled)
+    assert {row["step"] for row in written if tuple(row[name] for name in ID) in repaired} == {"repair"}
+    raw = mended.rows("completions", 1, step="sample")
+    assert {tuple(row[name] for name in ID) for row in raw} == sampled.keys()
+    for row in raw:
+        one = tuple(row[name] for name in ID)
+        assert row["text"] == sampled[one]["text"]
+        assert ("status" in row) == (one not in repaired)
+
+
+def test_a_mended_row_is_traced_to_its_repair(mended: Looked) -> None:
+    repaired = of_step(mended, "repair")
+    for one, row in repaired.items():
+        pair, _, order, number, hinted = one
+        found = trace(mended.contents, RowId(pair, order, (Sample(number, hinted),)))
+        (judgment,) = [judgment for judgment in found.judgments if judgment["named"]]
+        assert judgment["text"] == row["text"]
+        assert judgment["step"] == "repair"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 
 from storage.errors import DataError
+from storage.schema import JUDGMENT_ID
 from tasks.earlier import Earlier, Place, read_earlier
 from tasks.history import read_history
 
@@ -119,14 +120,21 @@ class Contents:
     def relation(self, placed: Sequence[Placed], *, position: bool = False) -> str:
         """Write the SQL of all rows of some artifacts of one kind, with iteration, step and label before the columns.
 
-        `position` adds `filename` and `file_row_number`, which name a row.
+        `position` adds `filename` and `file_row_number`, which name a row. A completion that was mended stands in for
+        what was sampled, where both are asked for.
         """
         options = ", filename = true, file_row_number = true" if position else ""
-        parts = [
-            f"SELECT {place.iteration}::INTEGER AS iteration, {literal(place.step)} AS step, "
-            f"{literal(place.label)} AS label, * FROM read_parquet([{', '.join(map(literal, files))}]{options})"
-            for place, files in self.fetch(placed).items()
-        ]
+        parts, files = [], self.fetch(placed)
+        for place, paths in files.items():
+            part = (
+                f"SELECT {place.iteration}::INTEGER AS iteration, {literal(place.step)} AS step, "
+                f"{literal(place.label)} AS label, * FROM {_parquet(paths, options)}"
+            )
+            mended = files.get(place._replace(step="repair"))
+            if place.step == "sample" and mended:
+                ids = ", ".join(map(quoted, JUDGMENT_ID))
+                part += f" WHERE ({ids}) NOT IN (SELECT ({ids}) FROM {_parquet(mended)})"
+            parts.append(part)
         return f"({' UNION ALL '.join(parts)})"
 
     def select(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
@@ -149,6 +157,10 @@ def read_contents(store: Store, run_id: str) -> Contents:
 def connect(**settings: str) -> duckdb.DuckDBPyConnection:
     """Open a DuckDB in memory that reads the files it is told and loads nothing from elsewhere."""
     return duckdb.connect(":memory:", config={**_SETTINGS, **settings})
+
+
+def _parquet(files: Iterable[Path], options: str = "") -> str:
+    return f"read_parquet([{', '.join(map(literal, files))}]{options})"
 
 
 def literal(value: object) -> str:

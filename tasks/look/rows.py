@@ -190,17 +190,28 @@ def _add_pairs(contents: Contents, rows: Sequence[dict[str, Any]], *, full: bool
 
 
 def _add_judgments(contents: Contents, rows: Sequence[dict[str, Any]], own: Sequence[Placed]) -> None:
-    """Put the columns of completions and judgments beside each other."""
+    """Put the columns of completions and judgments beside each other.
+
+    What was sampled and then mended (as `--step sample` shows it) was never judged.
+    """
     ids = sorted({row["pair_id"] for row in rows})
+    if {one.place.step for one in own} == {"sample"} and own[0].artifact.name == "completions":
+        mended = contents.placed("completions", own[0].place.iteration, "repair")
+        asked = _of_pairs(contents, mended, ids) if ids and mended else []
+        unjudged = {_judgment(one) for one in asked}
+        rows = [row for row in rows if _judgment(row) not in unjudged]
     for kind in ("judgments", "completions"):
         placed = contents.beside(kind, own)
         if not ids or not placed:
             continue
-        sql = f"SELECT * EXCLUDE (iteration, step, label) FROM {contents.relation(placed)} "
-        sql += "WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))"
-        others = {_judgment(one): one for one in contents.select(sql, [ids])}
+        others = {_judgment(one): one for one in _of_pairs(contents, placed, ids)}
         for row in rows:
             _fill(row, others.get(_judgment(row), {}))
+
+
+def _of_pairs(contents: Contents, placed: Sequence[Placed], ids: Sequence[str]) -> list[dict[str, Any]]:
+    sql = f"SELECT * EXCLUDE (iteration, step, label) FROM {contents.relation(placed)} "
+    return contents.select(sql + "WHERE pair_id IN (SELECT unnest(?::VARCHAR[]))", [ids])
 
 
 def _judgment(row: Mapping[str, Any]) -> tuple[Any, ...]:
