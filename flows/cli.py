@@ -64,6 +64,7 @@ def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool)
 def resume(run_id: str, store: str | None, as_json: bool) -> None:
     """Go on with RUN where it ended. What is committed is not done again."""
     from flows.printed import print_report
+    from storage.hold import wait_until_free
     from tasks.history import read_history
 
     opened = _open(store)
@@ -72,10 +73,11 @@ def resume(run_id: str, store: str | None, as_json: bool) -> None:
         click.echo(f"{run_id} is done; nothing is left to do.", err=True)
         print_report(opened, run_id, as_json=as_json)
         return
-    _run_flow(run_id, opened.url, as_json=as_json)
+    freed = wait_until_free(opened, run_id, tell=lambda message: click.echo(message, err=True))
+    _run_flow(run_id, opened.url, as_json=as_json, freed=freed)
 
 
-def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
+def _run_flow(run_id: str, store: str, *, as_json: bool, freed: int = 0) -> None:
     import signal
 
     from flows.printed import print_report
@@ -94,7 +96,7 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
         from flows.star import star
 
         with prefect_api():
-            done = star(run_id=run_id, store=store)
+            done = star(run_id=run_id, store=store, freed=freed)
     except BaseException as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the jobs are being ended; a second Ctrl-C would only tear that
         again = f"Go on with: starwheel resume {run_id}{where}"

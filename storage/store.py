@@ -80,6 +80,11 @@ class Store:
             number += 1
         return attempt
 
+    def counts(self, key: str, number: int) -> bool:
+        """Say whether an attempt is committed and not void, the void mark being looked for first."""
+        attempt = self._attempt(key, number)
+        return not attempt.is_void() and self.backend.size(layout.manifest(key, number)) is not None
+
     def state(self, key: str) -> StepState:
         """Return the place of the state inside the attempt to write, from which an interrupted step goes on."""
         return StepState(key=key, number=self.attempt(key).number, backend=self.backend)

@@ -247,7 +247,7 @@ from prefect.flows import load_flow_from_entrypoint
 flow = load_flow_from_entrypoint(sys.argv[1], use_placeholder_flow=False)
 print(flow.name, list(flow.parameters.properties))
 """
-    assert python(code, arguments=(entrypoint,)) == "star ['config', 'overrides', 'run_id', 'store']\n"
+    assert python(code, arguments=(entrypoint,)) == "star ['config', 'overrides', 'run_id', 'store', 'freed']\n"
 
 
 def test_the_deployment_names_the_entrypoint_that_is_loaded_here() -> None:

@@ -44,9 +44,16 @@ class Launcher(Protocol):
         """Run the job."""
         ...
 
+    def stop(self, why: StarwheelError) -> None:
+        """End the job that runs, from another thread, and start none any more: `run` raises `why`."""
+        ...
+
 
 class InlineLauncher:
     """Run jobs in this process: for tests with the scripted engine and trainer."""
+
+    def stop(self, why: StarwheelError) -> None:
+        """Do nothing: a job in this process meets the fence at the run's next append."""
 
     def run(self, spec: JobSpec, emit: Callable[[Event], None]) -> None:
         """Run the job."""
@@ -59,6 +66,9 @@ class ProcessLauncher:
     def __init__(self, work: Path, *, python: str = sys.executable) -> None:
         self._jobs = work / "jobs"
         self._python = python
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped: StarwheelError | None = None
+        self._lock = threading.Lock()
 
     def run(self, spec: JobSpec, emit: Callable[[Event], None]) -> None:
         """Run the job; on any exit, also Ctrl-C, the whole group is ended before this returns."""
@@ -68,12 +78,29 @@ class ProcessLauncher:
         spec_file.write_text(spec.to_json())
         log = spec_file.with_suffix(".log")
         with start_job([self._python, "-m", "tasks.jobs.entry", str(spec_file)], log) as (process, events):
+            with self._lock:
+                self._process = process
+            self._raise_stopped()
             failure = _listen(events, emit)
             code = process.wait()
+        self._raise_stopped()
         if failure is not None:
             raise failure
         if code != 0:
             raise TransientError(f"the {spec.kind} job ended with code {code}: {last_line(log)} (log: {log})")
+
+    def stop(self, why: StarwheelError) -> None:
+        """End the job's group; the listener then meets the end of its events."""
+        with self._lock:
+            self._stopped = why
+            process = self._process
+        if process is not None and process.poll() is None:
+            end_group(process)
+
+    def _raise_stopped(self) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                raise self._stopped
 
 
 @contextmanager
