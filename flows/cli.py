@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows import keeping
+from flows.options import JSON, STORE, default_store, find_run, open_named
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from storage.store import Store
-
-STORE = click.option(
-    "--store", default=None, help="Folder or s3://bucket/prefix. [default: STARWHEEL_STORE or ./starwheel-store]"
-)
 SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.epochs=2."
 )
 AGAINST = click.option(
     "--against", default=None, metavar="RUN", help="Compare with this run. [default: the latest run of the same name]"
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 # Prefect's API gets every log line; the terminal has lines of its own, and errors are told as one sentence.
 QUIET_PREFECT = {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL", "PREFECT_SERVER_LOGGING_LEVEL": "ERROR"}
@@ -63,17 +60,22 @@ def run(config: str, overrides: Sequence[str], store: str | None, as_json: bool)
 @JSON
 def resume(run_id: str, store: str | None, as_json: bool) -> None:
     """Go on with RUN where it ended. What is committed is not done again."""
-    from flows.printed import print_report
+    from flows.printed import print_follows, print_report
     from storage.hold import wait_until_free
     from tasks.history import read_history
+    from tasks.verify import not_counting
 
-    opened = _open(store)
-    run_id = _find(opened, run_id)
-    if read_history(opened, run_id).state == "done":
+    opened = open_named(store)
+    run_id = find_run(opened, run_id)
+    history = read_history(opened, run_id)
+    lost = not_counting(opened, history)
+    if history.state == "done" and not lost:
         click.echo(f"{run_id} is done; nothing is left to do.", err=True)
         print_report(opened, run_id, as_json=as_json)
         return
     freed = wait_until_free(opened, run_id, tell=lambda message: click.echo(message, err=True))
+    if lost:
+        print_follows(opened, history, lost)
     _run_flow(run_id, opened.url, as_json=as_json, freed=freed)
 
 
@@ -89,7 +91,7 @@ def _run_flow(run_id: str, store: str, *, as_json: bool, freed: int = 0) -> None
         os.environ.setdefault(name, value)
     for sign in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, lambda number, _: sys.exit(128 + number))
-    where = "" if store == _default_store() else f" --store {store}"
+    where = "" if store == default_store() else f" --store {store}"
     click.echo(f"run {run_id} in {store}", err=True)
     try:
         from flows.embedded import prefect_api
@@ -133,7 +135,7 @@ def plan(config: str, overrides: Sequence[str], store: str | None, against: str 
 
     described = load_config(config, [*_store_override(store), *overrides])
     opened = open_store(described.store)
-    compared = named_run(opened, _find(opened, against)) if against else None
+    compared = named_run(opened, find_run(opened, against)) if against else None
     planned, forecast = cost_plan(opened, described, star, compared)
     if as_json:
         print_json(to_json(planned, forecast))
@@ -158,10 +160,10 @@ def explain(run_id: str, step: str | None, store: str | None, against: str | Non
     from tasks.explain import explain
     from tasks.history import read_history
 
-    opened = _open(store)
-    history = read_history(opened, _find(opened, run_id))
+    opened = open_named(store)
+    history = read_history(opened, find_run(opened, run_id))
     if against:
-        compared = named_run(opened, _find(opened, against))
+        compared = named_run(opened, find_run(opened, against))
     else:
         runs = earlier_runs(opened, history.config.name, before=history.run_id)
         compared = [history, *readable(opened, runs)]
@@ -187,7 +189,7 @@ def ls(store: str | None, as_json: bool) -> None:
     from flows.terminal import print_json, print_table
     from tasks.history import summarise_any
 
-    opened = _open(store)
+    opened = open_named(store)
     runs = [summarise_any(opened, run_id) for run_id in opened.runs()]
     if as_json:
         print_json(runs)
@@ -205,8 +207,8 @@ def status(run_id: str, store: str | None, as_json: bool) -> None:
     from flows.terminal import print_json, print_table
     from tasks.history import summarise
 
-    opened = _open(store)
-    summary = summarise(opened, _find(opened, run_id))
+    opened = open_named(store)
+    summary = summarise(opened, find_run(opened, run_id))
     if as_json:
         print_json(summary)
         return
@@ -226,8 +228,8 @@ def show(run_id: str, iteration: int | None, step: str | None, planned: bool, st
     from flows.terminal import print_json, print_table
     from tasks.history import iteration_steps, step_manifests
 
-    opened = _open(store)
-    run_id = _find(opened, run_id)
+    opened = open_named(store)
+    run_id = find_run(opened, run_id)
     if planned:
         from tasks.outcome import compare_plan
 
@@ -249,18 +251,8 @@ def show(run_id: str, iteration: int | None, step: str | None, planned: bool, st
     )
 
 
-@cli.command()
-@click.argument("key", metavar="KEY")
-@click.option("--reason", required=True, help="Why the step's attempt no longer counts; kept in the store.")
-@STORE
-def void(key: str, reason: str, store: str | None) -> None:
-    """Let the step KEY (or its beginning, from `show RUN ITERATION`) be computed again; nothing is deleted."""
-    from getpass import getuser
-
-    opened = _open(store)
-    key = opened.find_step(key)
-    number = opened.void(key, reason, getuser())
-    click.echo(f"attempt {number} of {key[:12]} is void; runs that need the step compute it again")
+for _command in (keeping.verify, keeping.void, keeping.pin, keeping.unpin, keeping.rm, keeping.gc):
+    cli.add_command(_command)
 
 
 @cli.group()
@@ -369,30 +361,6 @@ def _store_override(store: str | None) -> list[str]:
     """Let --store and STARWHEEL_STORE stand over a config's store; --set stands over both."""
     named = store or os.environ.get("STARWHEEL_STORE")
     return [f"store={json.dumps(named)}"] if named else []
-
-
-def _default_store() -> str:
-    return os.environ.get("STARWHEEL_STORE", "starwheel-store")
-
-
-def _open(store: str | None) -> Store:
-    from storage.store import open_store
-
-    return open_store(store or _default_store(), create=False)
-
-
-def _find(store: Store, name: str) -> str:
-    """Take a run id, or the beginning of one that names one run; `last` is the run made last."""
-    known = store.runs()
-    if name in known:
-        return name
-    if name == "last" and known:
-        return max(known, key=lambda run_id: run_id.rsplit("-", 2)[1:])
-    begun = [run_id for run_id in known if run_id.startswith(name)]
-    if len(begun) == 1:
-        return begun[0]
-    hint = f"it may be {', '.join(begun[:5])}" if begun else f"`starwheel ls` lists {len(known)} runs"
-    raise click.UsageError(f"{store.url}: no run is named {name}; {hint}")
 
 
 def main(call: Callable[..., Any] = cli) -> None:

@@ -12,7 +12,7 @@ from storage import failpoint, layout, record
 from storage.backend import NotFoundError
 from storage.cache import download
 from storage.digest import canonical_json, digest_bytes, digest_file
-from storage.errors import CorruptArtifactError, StoreError
+from storage.errors import CorruptArtifactError, StoreError, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +58,12 @@ def put(backend: Backend, folder: Path) -> CheckpointRef:
         backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
     failpoint.hit(f"checkpoint {digest} payload stored")
     backend.put_new(layout.checkpoint_index(digest), index)
-    _read_index(backend, digest)  # a damaged index must be an error here and not next week
+    read_index(backend, digest)  # a damaged index must be an error here and not next week
+    if backend.size(layout.collecting(digest)) is not None:  # looked for last, see storage/collect.py
+        raise TransientError(
+            f"the collector deletes {backend.address(layout.checkpoint_index(digest))} just now, resume to store it "
+            "again; if no `starwheel gc` runs any more, `starwheel gc --yes` clears what it left"
+        )
     return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
 
 
@@ -68,7 +73,7 @@ def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:
     if cache.trusted(digest):
         os.utime(target)
         return target
-    entries = _read_index(backend, digest)
+    entries = read_index(backend, digest)
     if _holds(target, entries):
         return cache.trust_folder(digest)
     with cache.scratch() as scratch:
@@ -130,7 +135,8 @@ def _check_json(path: Path) -> None:
         raise StoreError(f"{path} is not JSON; save the model again") from None
 
 
-def _read_index(backend: Backend, digest: str) -> list[Entry]:
+def read_index(backend: Backend, digest: str) -> list[Entry]:
+    """Return the files that a checkpoint's index names; StoreError where there is none, CorruptArtifactError."""
     key = layout.checkpoint_index(digest)
     found = ""
     for _ in range(record.READ_TRIES):
@@ -138,7 +144,8 @@ def _read_index(backend: Backend, digest: str) -> list[Entry]:
             data = backend.get(key)
         except NotFoundError:
             raise StoreError(
-                f"there is no checkpoint {digest} in {backend.url}; train it again or copy it there"
+                f"{backend.address(key)} is missing; `starwheel verify RUN` names the step that made the checkpoint, "
+                "`starwheel void` lets it be made again"
             ) from None
         found = digest_bytes(data)
         if found == digest:

@@ -73,20 +73,20 @@ class Claims:
             time.sleep(lease.PACE.look_s)
 
     def follow(self, key: str) -> None:
-        """Claim one more step that is computed now whether it is free or not; let go of those that are done."""
-        with self._lock:
-            if key not in self._held:
-                self._claim(key)
-            self._release_done()
-
-    def done(self, key: str) -> None:
-        """Let go of a committed step, the last one only when another follows or all are released.
+        """Claim one more step that is computed now whether it is free or not; let go of those that are done.
 
         So there is no gap between one step of a session and the next into which another run could come.
         """
         with self._lock:
+            if key not in self._held:
+                self._claim(key)
+            for done in sorted(self._done & set(self._held)):
+                self._delete(done, self._held.pop(done))
+
+    def done(self, key: str) -> None:
+        """Note that a step is committed: its claim goes when another step follows, or with all others."""
+        with self._lock:
             self._done.add(key)
-            self._release_done()
 
     def release(self) -> None:
         """Let go of all; a store that is silent is let be: the claims end with the lease."""
@@ -98,11 +98,6 @@ class Claims:
                 except StoreError:
                     continue
             self._done.clear()
-
-    def _release_done(self) -> None:
-        for key in sorted(self._done & set(self._held)):
-            if len(self._held) > 1:
-                self._delete(key, self._held.pop(key))
 
     def _claim(self, key: str) -> Claimed | None:
         data = self._record()
@@ -131,9 +126,17 @@ class Claims:
             return None
 
     def _delete(self, key: str, data: bytes) -> None:
-        """Take a claim away unless it was replaced; one that comes right after the look is lost, at the cost of time."""
+        """Take a claim away unless it was replaced; one that comes right after the look is lost, which costs time."""
         if self._read(key) == data:
             self._backend.delete(layout.claim(key))
+
+
+def is_held(backend: Backend, claimed: Claimed) -> bool:
+    """Watch the holder of a claim until it is known to live, or to be gone."""
+    watch = Watch(backend, claimed.run_id, claimed.epoch, claimed.holder)
+    while (life := watch.look()) is Life.UNKNOWN:
+        time.sleep(lease.PACE.look_s)
+    return life is Life.LIVES
 
 
 def read_claim(backend: Backend, key: str) -> Claimed | None:

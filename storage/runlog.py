@@ -82,6 +82,7 @@ class RunLog:
         with self._lock:
             if self._epoch is None:
                 raise StoreError(f"the log of run {self._run_id} is not open for writing; open it first")
+            self.stop_if_fenced()  # who has read a newer epoch already would not collide with it any more
             while not self._write({"kind": kind, "epoch": self._epoch, **fields}):
                 self._catch_up()
                 self.stop_if_fenced()

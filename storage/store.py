@@ -80,10 +80,26 @@ class Store:
             number += 1
         return attempt
 
+    def use(self, log: RunLog, **fields: Any) -> bool:
+        """Log that a run uses the attempt of the fields `key` and `attempt`; say whether it still counts then.
+
+        The order is what the collector relies on (`storage/collect.py`): first the log, then the look.
+        """
+        log.append("step", **fields)
+        return self.counts(fields["key"], fields["attempt"])
+
     def counts(self, key: str, number: int) -> bool:
         """Say whether an attempt is committed and not void, the void mark being looked for first."""
         attempt = self._attempt(key, number)
         return not attempt.is_void() and self.backend.size(layout.manifest(key, number)) is not None
+
+    def manifest_of(self, key: str, number: int) -> Manifest | None:
+        """Return the manifest of one attempt, void or not; None where there is none."""
+        return self._attempt(key, number).read_manifest()
+
+    def begun(self, key: str) -> bool:
+        """Say whether anything of the attempt that counts is there; lists it."""
+        return any(True for _ in self.backend.list(layout.attempt(key, self.attempt(key).number)))
 
     def state(self, key: str) -> StepState:
         """Return the place of the state inside the attempt to write, from which an interrupted step goes on."""

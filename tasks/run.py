@@ -88,10 +88,10 @@ class Run:
         self._listen(event)
 
     def _use(self, use: Mapping[str, Any]) -> None:
-        """Log a step, then look whether it is still there: the collector marks it first and reads the logs then."""
-        self._log.append("step", **use)
+        """Log a step; TransientError where it counts no more by then."""
+        counts = self._context.store.use(self._log, **use)
         self._logged.add(_use(use))
-        if not self._context.store.counts(use["key"], use["attempt"]):
+        if not counts:
             raise TransientError(
                 f"attempt {use['attempt']} of step {use['step']} ({use['key'][:12]}) was voided or collected just now; "
                 f"`starwheel resume {self.run_id}` computes it again"

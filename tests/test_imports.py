@@ -37,7 +37,7 @@ FENCED = {
     "botocore": ("storage.",),
     "aiobotocore": ("storage.",),
     "prefect": ("flows.", "tasks.prefect_tasks"),
-    "click": ("flows.cli",),
+    "click": ("flows.cli", "flows.keeping", "flows.options"),
     "rich": ("flows.terminal",),
     "matplotlib": ("tasks.report",),
 }
@@ -84,6 +84,8 @@ WALKERS = (
     "tasks.prefect_tasks",
     "tasks.report",
     "tasks.history",
+    "tasks.keep",
+    "tasks.verify",
     "tasks.jobs",
 )
 
