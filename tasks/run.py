@@ -229,8 +229,10 @@ class Run:
         if manifest is not None:
             return self._context.done(step, manifest, reused=True, iteration=iteration)
         with self._alone([step.key]):
-            if self._context.store.manifest(step.key) is None:
-                self._launch(kind, asked)
+            manifest = self._context.committed(step, iteration=iteration)
+            if manifest is not None:  # of another run, while this one waited
+                return self._context.done(step, manifest, reused=True, iteration=iteration)
+            self._launch(kind, asked)
         manifest = self._context.committed(step, iteration=iteration)
         if manifest is None:
             raise StepFailedError(f"the {kind} job ended but committed no step {step.key[:12]}; report this as a bug")
