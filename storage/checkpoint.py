@@ -13,6 +13,7 @@ from storage.backend import NotFoundError
 from storage.cache import download
 from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.errors import CorruptArtifactError, StoreError, TransientError
+from storage.marks import Settled, settle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,18 +54,21 @@ def put(backend: Backend, folder: Path) -> CheckpointRef:
     entries = [entry(path) for path in paths.values()]
     index = canonical_json({"files": [asdict(one) for one in entries]})
     digest = digest_bytes(index)
-    for one in entries:
-        key = layout.checkpoint(digest, one.name)
-        backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
-    failpoint.hit(f"checkpoint {digest} payload stored")
-    backend.put_new(layout.checkpoint_index(digest), index)
-    read_index(backend, digest)  # a damaged index must be an error here and not next week
-    if backend.size(layout.collecting(digest)) is not None:  # looked for last, see storage/collect.py
-        raise TransientError(
-            f"the collector deletes {backend.address(layout.checkpoint_index(digest))} just now, resume to store it "
-            "again; if no `starwheel gc` runs any more, `starwheel gc --yes` clears what it left"
-        )
-    return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
+    while True:
+        for one in entries:
+            key = layout.checkpoint(digest, one.name)
+            backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
+        failpoint.hit(f"checkpoint {digest} payload stored")
+        backend.put_new(layout.checkpoint_index(digest), index)
+        read_index(backend, digest)  # a damaged index must be an error here and not next week
+        settled = settle(backend, layout.collecting(digest))
+        if settled is Settled.CLEAR:
+            return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
+        if settled is Settled.SILENT:
+            raise TransientError(
+                f"a collector that fell silent was about to delete {backend.address(layout.checkpoint_index(digest))}; "
+                f"end it, remove {backend.address(layout.collecting(digest))} and resume"
+            )
 
 
 def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:

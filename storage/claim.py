@@ -1,7 +1,7 @@
 """Claim the steps that a run computes now, so that another run in the same store waits and reuses them.
 
 A claim is advisory: what is right rests on the manifest, whose first writer wins, and a step computed twice costs time
-and nothing else. It beats by the lease of the run and epoch that it names.
+and nothing else. It doesn't beat itself, it names the lease of its holder.
 
 No deadlock: whoever waits for a claim holds none. Several steps are claimed together, in the order of their keys, all
 or none; so of those who want the same steps the holder of the last contested one has all that it needs and goes on.
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """Name who computes a step; `data` is the claim as it lies there."""
+    """Name who works on a step, and the lease that the claim beats by; `data` is the claim as it lies there."""
 
     key: str
     run_id: str
     epoch: int
+    lease: str
     holder: Holder
     data: bytes
 
@@ -45,10 +46,14 @@ class Claimed:
 
 
 class Claims:
-    """Hold the claims of one run under one epoch; its methods may be called by several threads."""
+    """Hold the claims of one run under one epoch; its methods may be called by several threads.
 
-    def __init__(self, backend: Backend, run_id: str, epoch: int) -> None:
+    Somebody who is no run gives a name in its place, and the key of the lease.
+    """
+
+    def __init__(self, backend: Backend, run_id: str, epoch: int, lease: str = "") -> None:
         self._backend, self._run_id, self._epoch = backend, run_id, epoch
+        self._lease = lease or layout.lease(run_id, epoch)
         self._held: dict[str, bytes] = {}
         self._done: set[str] = set()
         self._lock = threading.RLock()
@@ -65,7 +70,7 @@ class Claims:
         """Wait until a claim is released or its holder is gone, whose claim is then taken away."""
         with self._lock:
             assert not self._held, "who waits for a claim holds none"
-        watch = Watch(self._backend, other.run_id, other.epoch, other.holder)
+        watch = Watch(self._backend, other.lease, other.holder)
         while self._read(other.key) == other.data:
             if watch.look() is Life.GONE:
                 self._delete(other.key, other.data)
@@ -117,7 +122,8 @@ class Claims:
 
     def _record(self) -> bytes:
         words = {"nonce": secrets.token_hex(16), "time": datetime.now(UTC).isoformat(timespec="seconds")}
-        return record.encode({"run": self._run_id, "epoch": self._epoch, **this_process().to_json(), **words})
+        mine = {"run": self._run_id, "epoch": self._epoch, "lease": self._lease}
+        return record.encode({**mine, **this_process().to_json(), **words})
 
     def _read(self, key: str) -> bytes | None:
         try:
@@ -133,7 +139,7 @@ class Claims:
 
 def is_held(backend: Backend, claimed: Claimed) -> bool:
     """Watch the holder of a claim until it is known to live, or to be gone."""
-    watch = Watch(backend, claimed.run_id, claimed.epoch, claimed.holder)
+    watch = Watch(backend, claimed.lease, claimed.holder)
     while (life := watch.look()) is Life.UNKNOWN:
         time.sleep(lease.PACE.look_s)
     return life is Life.LIVES
@@ -150,6 +156,7 @@ def read_claim(backend: Backend, key: str) -> Claimed | None:
 def _parse(key: str, data: bytes) -> Claimed | None:
     try:
         fields: dict[str, Any] = record.decode(data, layout.claim(key))
-        return Claimed(key, layout.name(fields["run"]), int(fields["epoch"]), of_record(fields), data)
+        names = layout.name(fields["run"]), int(fields["epoch"]), layout.key(fields["lease"])
+        return Claimed(key, *names, of_record(fields), data)
     except (StoreError, KeyError, TypeError, ValueError):
         return None

@@ -4,13 +4,14 @@ Two passes, at least a grace period apart: the first writes down what it would d
 unnamed and has not changed since. The grace rests on clocks and spares work that someone may still want; that nothing
 in use is lost doesn't rest on it:
 
-- Who uses a step logs it first and reads its void mark and manifest then (`Store.use`). The collector writes the void
-  mark first and reads all logs then. At least one of the two sees the other: the user computes the next attempt, the
-  collector spares this one. A void mark is never taken back and outlives what it was put on, so no manifest that comes
-  late can name files that are gone.
-- An attempt without manifest may be in the making: it is deleted under the step's claim, and not while that is held.
-- Who makes a checkpoint holds a claim, stores files and index, and looks for the collector's mark then. The collector
-  marks first and looks for names and live claims then.
+- Who begins to use a step logs it first and looks for the collector's mark, the void mark and the manifest then
+  (`Store.use`). The collector marks first and reads all logs then; what it finds named it spares and unmarks, what it
+  does not it voids, and deletes. At least one of the two sees the other, and a user that meets a mark waits for the
+  decision (`storage/marks.py`). A void mark is never taken back and outlives what it was put on, so no manifest that
+  comes late can name files that are gone.
+- An attempt without manifest may be in the making: it is voided under the step's claim, and not while that is held.
+- Who makes a checkpoint holds a claim, stores files and index, and looks for the mark then. The collector marks first
+  and looks for names and live claims then.
 
 A log, pin or manifest that can't be read might name anything: then nothing is deleted.
 """
@@ -26,12 +27,14 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from storage import layout, record
+from storage.attempt import Attempt
 from storage.backend import NotFoundError
 from storage.claim import Claims, is_held, read_claim
 from storage.digest import canonical_json, digest_json
 from storage.errors import CorruptArtifactError
 from storage.hold import is_removed
-from storage.holder import is_gone, of_record, this_process
+from storage.lease import Lease
+from storage.marks import clear, mark
 from storage.refs import all_refs
 
 if TYPE_CHECKING:
@@ -98,13 +101,9 @@ def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collecti
         return made
     if new := {one.name: one.fingerprint for one in made.waiting if (one.name, one.fingerprint) not in known}:
         backend.put_new(layout.collection(secrets.token_hex(8)), record.encode({"time": _now(), "planned": new}))
-    _clear_marks(backend)
-    _delete_attempts(store, [one for one in made.due if one.kind == "steps"], made)
-    _delete_checkpoints(store, [one for one in made.due if one.kind == "checkpoints"], made)
-    for one in made.due:
-        if one.kind == "runs":
-            _delete_run(backend, one)
-            made.deleted.append(one)
+    clear(backend)
+    if made.due:
+        _delete_all(store, made)
     left = {one.name for one in found} - {one.name for one in made.deleted}
     for key, (_, planned) in plans.items():
         if not left & set(planned):
@@ -195,32 +194,59 @@ def _sizes(backend: Backend, found: Iterable[Candidate]) -> dict[str, int]:
         return {one.name: sum(size or 0 for size in pool.map(backend.size, one.keys)) for one in found}
 
 
-def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection) -> None:
-    """Mark them void, read the logs again, delete what no log names: the manifest first."""
-    backend, claims = store.backend, []
+def _delete_all(store: Store, made: Collection) -> None:
+    """Delete what is due and found unnamed once more, under a lease that those who wait for a decision watch."""
+    backend = store.backend
+    where = layout.collector(secrets.token_hex(8))
+    held = Lease(backend, where)
+    held.start()
+    try:
+        _delete_attempts(store, [one for one in made.due if one.kind == "steps"], made, where)
+        _delete_checkpoints(store, [one for one in made.due if one.kind == "checkpoints"], made, where)
+        for one in made.due:
+            if one.kind == "runs":
+                _delete_run(backend, one)
+                made.deleted.append(one)
+    finally:
+        held.release()
+        backend.delete(where)
+
+
+def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
+    """Mark them, read the logs again, void what no log names, then delete it: the manifest first."""
+    backend = store.backend
+    claims: list[Claims] = []
+    marks: list[str] = []
     try:
         for one in due:
-            _, key, number = one.name.split("/")
-            if layout.manifest(key, int(number)) not in one.keys:
-                claims.append(Claims(backend, "gc", 0))
+            key, number = _attempt(one)
+            if layout.manifest(key, number) not in one.keys:
+                claims.append(Claims(backend, "gc", 0, where))
                 if (other := _claim(backend, claims[-1], key)) is not None:
                     made.spared[one.name] = f"{other} computes it"
+                    continue
+            marks.append(layout.collecting_step(key, number))
+            mark(backend, marks[-1], holder_lease=where)
         marked = [one for one in due if one.name not in made.spared]
-        for one in marked:
-            _, key, number = one.name.split("/")
-            void(backend, key, int(number), reason="nothing named it", who="gc")
         named = read_names(store).attempts if marked else frozenset()
         for one in marked:
-            _, key, number = one.name.split("/")
-            if (key, int(number)) in named:
-                made.spared[one.name] = "a run began to use it meanwhile"
+            key, number = _attempt(one)
+            if (key, number) in named:
+                made.spared[one.name] = "a run or pin began to use it meanwhile"
                 continue
-            first = layout.manifest(key, int(number))
-            _delete(backend, sorted(one.keys, key=lambda name: (name != first, name)))
+            Attempt(key, number, backend, store.cache).void("nothing named it", "gc")
+            _delete(backend, sorted(one.keys, key=lambda name: (not name.endswith("/manifest.json"), name)))
             made.deleted.append(one)
     finally:
-        for one in claims:
-            one.release()
+        for one_mark in marks:
+            backend.delete(one_mark)
+        for claim in claims:
+            claim.release()
+
+
+def _attempt(one: Candidate) -> tuple[str, int]:
+    _, key, number = one.name.split("/")
+    return key, int(number)
 
 
 def _claim(backend: Backend, claims: Claims, key: str) -> str | None:
@@ -232,19 +258,13 @@ def _claim(backend: Backend, claims: Claims, key: str) -> str | None:
     return None
 
 
-def void(backend: Backend, key: str, number: int, *, reason: str, who: str) -> None:
-    """Mark an attempt as void; a mark that is there already stays."""
-    fields = {"reason": reason, "who": who, "time": _now(), "nonce": secrets.token_hex(16)}
-    backend.put_new(layout.void(key, number), record.encode(fields))
-
-
-def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection) -> None:
+def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
     """Mark them, look for names and for work in progress again, delete the index first."""
     backend = store.backend
     digests = {one: one.name.split("/")[1] for one in due}
     try:
         for digest in digests.values():
-            backend.put(layout.collecting(digest), record.encode({**this_process().to_json(), "time": _now()}))
+            mark(backend, layout.collecting(digest), holder_lease=where)
         named = read_names(store).checkpoints if due else frozenset()
         working = _working(backend) if due else None
         for one, digest in digests.items():
@@ -266,13 +286,6 @@ def _working(backend: Backend) -> str | None:
     with ThreadPoolExecutor(max(len(claims), 1)) as pool:
         held = pool.map(lambda claim: is_held(backend, claim), claims)
         return next((str(claim) for claim, is_one in zip(claims, held, strict=True) if is_one), None)
-
-
-def _clear_marks(backend: Backend) -> None:
-    """Take away the marks of a collector that died; what it had not deleted is a candidate again."""
-    for key in list(backend.list(layout.COLLECTOR)):
-        if key.startswith(f"{layout.COLLECTOR}checkpoint-") and is_gone(of_record(record.read(backend, key)[0])):
-            backend.delete(key)
 
 
 def _delete_run(backend: Backend, one: Candidate) -> None:

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from storage import lease
+from storage import layout, lease
 from storage.errors import HeldError, StoreError
 from storage.holder import Holder, of_record
 from storage.lease import Life, Watch
@@ -79,7 +79,7 @@ def take_run(store: Store, run_id: str, *, tell: Callable[[str], None], freed: i
 
 
 def _wait_for(store: Store, run_id: str, held: Held, tell: Callable[[str], None]) -> None:
-    watch, told = Watch(store.backend, run_id, held.epoch, held.holder), False
+    watch, told = Watch(store.backend, layout.lease(run_id, held.epoch), held.holder), False
     while (life := watch.look()) is not Life.GONE:
         if life is Life.LIVES:
             raise HeldError(

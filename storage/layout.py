@@ -129,8 +129,18 @@ def collection(nonce: str) -> str:
     return f"gc/plan-{name(nonce)}.json"
 
 
+def collector(nonce: str) -> str:
+    """Name the lease of a collector."""
+    return f"gc/lease-{name(nonce)}.json"
+
+
+def collecting_step(step_key: str, number: int) -> str:
+    """Name the collector's mark on an attempt that it may be about to delete."""
+    return f"gc/step-{name(step_key)}-{number}.json"
+
+
 def collecting(checkpoint_digest: str) -> str:
-    """Name the collector's mark on a checkpoint that it is about to delete."""
+    """Name the collector's mark on a checkpoint that it may be about to delete."""
     return f"gc/checkpoint-{digest(checkpoint_digest)}.json"
 
 

@@ -1,8 +1,9 @@
-"""Tell others that a run is held: a beat that its holder rewrites, and how an observer judges by it.
+"""Tell others that somebody is at work: a beat that its holder rewrites, and how an observer judges by it.
 
-The lease only keeps work from being done twice. What is safe rests on the log, whose epoch stops a stale holder at its
-next append. No wall clock is compared and nothing is swapped: an observer measures on its own monotonic clock how long
-the bytes of the beat stood still, and time in which it didn't look itself doesn't count.
+Each lease has a key that one holder alone writes; that of a run is named by the run's epoch. It only keeps work from
+being done twice: what is safe rests on the log, whose epoch stops a stale holder at its next append. No wall clock is
+compared and nothing is swapped: an observer measures on its own monotonic clock how long the bytes of the beat stood
+still, and time in which it didn't look itself doesn't count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from storage import layout, record
+from storage import record
 from storage.backend import NotFoundError
 from storage.errors import CorruptArtifactError, StoreError
 from storage.holder import Holder, is_gone, this_process
@@ -38,7 +39,7 @@ class Pace:
 
 
 PACE = Pace()  # of every holder and observer; tests set another in scaled time
-_held: set[tuple[str, str, int]] = set()  # what this very process holds now: store, run, epoch
+_held: set[tuple[str, str]] = set()  # what this very process holds now: store, key of the lease
 _held_lock = threading.Lock()
 
 
@@ -51,16 +52,21 @@ class Life(StrEnum):
 
 
 class Lease:
-    """Beat for the holder of an epoch from `start` to `release`, in a thread that ends with the process.
+    """Beat under a key from `start` to `release`, in a thread that ends with the process.
 
-    `lost` is asked after each beat whether someone took the run over; when it says so, the beat ends and `on_lost` is
-    called once, in the beating thread.
+    `lost` is asked after each beat whether someone took over what is held; when it says so, the beat ends and `on_lost`
+    is called once, in the beating thread.
     """
 
     def __init__(
-        self, backend: Backend, run_id: str, epoch: int, *, lost: Callable[[], bool], on_lost: Callable[[], None]
+        self,
+        backend: Backend,
+        key: str,
+        *,
+        lost: Callable[[], bool] = lambda: False,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._backend, self._run_id, self._epoch = backend, run_id, epoch
+        self._backend, self._key = backend, key
         self._lost, self._on_lost = lost, on_lost
         self._pace = PACE
         self._holder = this_process()
@@ -70,7 +76,7 @@ class Lease:
     def start(self) -> None:
         """Write the first beat and go on beating."""
         with _held_lock:
-            _held.add(self._name)
+            _held.add(self._place)
         self._write(0)
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
@@ -81,7 +87,7 @@ class Lease:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self._pace.timeout_s)
         with _held_lock:
-            _held.discard(self._name)
+            _held.discard(self._place)
         try:
             self._write(-1, released=True)
         except StoreError:  # the next holder waits for the time-out then
@@ -101,19 +107,18 @@ class Lease:
                 return
 
     def _write(self, beat: int, *, released: bool = False) -> None:
-        fields = {**self._holder.to_json(), "epoch": self._epoch, "beat": beat, "released": released}
-        self._backend.put(layout.lease(self._run_id, self._epoch), record.encode(fields))
+        self._backend.put(self._key, record.encode({**self._holder.to_json(), "beat": beat, "released": released}))
 
     @property
-    def _name(self) -> tuple[str, str, int]:
-        return self._backend.url, self._run_id, self._epoch
+    def _place(self) -> tuple[str, str]:
+        return self._backend.url, self._key
 
 
 class Watch:
-    """Judge by repeated looks whether the holder of an epoch lives."""
+    """Judge by repeated looks whether the holder of a lease lives."""
 
-    def __init__(self, backend: Backend, run_id: str, epoch: int, holder: Holder) -> None:
-        self._backend, self._run_id, self._epoch, self._holder = backend, run_id, epoch, holder
+    def __init__(self, backend: Backend, key: str, holder: Holder) -> None:
+        self._backend, self._key, self._holder = backend, key, holder
         self._pace = PACE
         self._beat: bytes | None = None
         self._looked: float | None = None
@@ -124,11 +129,19 @@ class Watch:
         """Give how long the beat is known to stand still."""
         return self._still
 
+    @property
+    def surely_gone(self) -> bool:
+        """Say whether the holder can't come back: its process is no more, not only silent."""
+        if self._holder == this_process():
+            with _held_lock:
+                return (self._backend.url, self._key) not in _held
+        return is_gone(self._holder)
+
     def look(self) -> Life:
         """Read the beat once; StoreError where it can't be read, which is no silence of the holder."""
         if self._holder == this_process():
             with _held_lock:
-                return Life.LIVES if (self._backend.url, self._run_id, self._epoch) in _held else Life.GONE
+                return Life.LIVES if (self._backend.url, self._key) in _held else Life.GONE
         if is_gone(self._holder):
             return Life.GONE
         beat = self._read()
@@ -145,7 +158,7 @@ class Watch:
 
     def _read(self) -> bytes | None:
         try:
-            return self._backend.get(layout.lease(self._run_id, self._epoch))
+            return self._backend.get(self._key)
         except NotFoundError:
             return None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from storage import layout, record
 from storage.backend import NotFoundError
 from storage.errors import CorruptArtifactError, StoreError
+from storage.marks import Settled, settle
 
 if TYPE_CHECKING:
     from storage.backend import Backend
@@ -49,13 +50,14 @@ def pin_down(store: Store, name: str, pin: Pin) -> None:
     """
     set_ref(store.backend, name, pin)
     backend = store.backend
-    there = store.counts(pin.key, pin.attempt) and all(
-        backend.size(layout.collecting(digest)) is None and backend.size(layout.checkpoint_index(digest)) is not None
+    there = store.settled(pin.key, pin.attempt) and all(
+        settle(backend, layout.collecting(digest)) is not Settled.SILENT
+        and backend.size(layout.checkpoint_index(digest)) is not None
         for digest in pin.checkpoints
     )
     if not there:
         set_ref(backend, name, None)
-        raise StoreError(f"{store.url}: {pin.words} is void, lost or being collected, so it can't be pinned")
+        raise StoreError(f"{store.url}: {pin.words} is void, lost or collected, so it can't be pinned")
 
 
 def get_ref(backend: Backend, name: str) -> Pin | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from configs.run import Method, RunConfig
+from storage import layout
 from storage.claim import Claims
 from storage.errors import FencedError, StepFailedError, TransientError
 from storage.hold import take_run
@@ -54,7 +55,7 @@ class Run:
         self._shown: set[tuple[Any, ...]] = set()
         backend = context.store.backend
         self._claims = Claims(backend, run_id, log.epoch or 0)
-        self._lease = Lease(backend, run_id, log.epoch or 0, lost=log.taken_over, on_lost=self._lose)
+        self._lease = Lease(backend, layout.lease(run_id, log.epoch or 0), lost=log.taken_over, on_lost=self._lose)
 
     def __enter__(self) -> Self:
         self._lease.start()

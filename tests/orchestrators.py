@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from samples import judgments
 
 import storage.holder
+from storage import layout
 from storage.claim import Claims
 from storage.errors import StarwheelError
 from storage.hold import take_run
@@ -90,7 +91,9 @@ class _Obeying:
         assert self.log.epoch is not None
         self.lost = False
         backend = self.store.backend
-        self.lease = Lease(backend, self.run_id, self.log.epoch, lost=self.log.taken_over, on_lost=self._lose)
+        self.lease = Lease(
+            backend, layout.lease(self.run_id, self.log.epoch), lost=self.log.taken_over, on_lost=self._lose
+        )
         self.lease.start()
         self.claims = Claims(backend, self.run_id, self.log.epoch)
         return {"epoch": self.log.epoch, "told": self.told}

@@ -62,7 +62,7 @@ class Holder:
     def __init__(self, store: Store, run_id: str) -> None:
         log = store.run_log(run_id)
         self.epoch = log.open()
-        self.lease = Lease(store.backend, run_id, self.epoch, lost=log.taken_over, on_lost=lambda: None)
+        self.lease = Lease(store.backend, layout.lease(run_id, self.epoch))
         self.claims = Claims(store.backend, run_id, self.epoch)
 
     def __enter__(self) -> Claims:

@@ -13,7 +13,7 @@ from auditor import audit
 from conftest import Raw
 from orchestrators import QUICK, Orchestrator
 from samples import judgments
-from turns import Side, interleave, length, orders
+from turns import LOOKS, Side, interleave, length, orders
 
 from storage import layout, lease, record
 from storage.claim import Claims
@@ -21,7 +21,7 @@ from storage.collect import collect
 from storage.errors import CorruptArtifactError, StoreError, TransientError
 from storage.hold import CLOSED, REMOVED, take_run
 from storage.integrity import checkpoint_objects, damaged, manifest_objects
-from storage.lease import Lease
+from storage.lease import Lease, Pace
 from storage.refs import Pin, get_ref, pin_down, set_ref
 from storage.store import Store, open_store
 
@@ -80,7 +80,7 @@ def whole(store: Store, key: str, number: int) -> bool:
     if manifest is None or not store.counts(key, number):
         return False
     objects = manifest_objects(manifest)
-    if manifest.facts["checkpoint"]:
+    if manifest.facts.get("checkpoint"):
         try:
             objects += checkpoint_objects(store, manifest.facts["checkpoint"])
         except StoreError:
@@ -217,8 +217,9 @@ def test_a_removal_of_a_run_that_was_cut_short_goes_on(store: Store, raw: Raw) -
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give a store with a step, a begun step and weights that nothing names, written down by a first pass."""
+    monkeypatch.setattr(lease, "PACE", Pace(beat_s=0.002, timeout_s=2.0))  # who waits looks often
     store = open_store(str(tmp_path / "made"), cache=tmp_path / "cache")
     digest = store.put_checkpoint(weights(tmp_path / "one", 1)).digest
     commit(store, KEY, digest)
@@ -230,6 +231,9 @@ def place(tmp_path: Path) -> Path:
 
 def stops_of_collector(operation: str, key: str) -> bool:
     return operation in ("put_new", "put", "delete", "folders") or key.endswith("claim.json") or "/log/" in key
+
+
+MET = Counter[str]()  # how often the collector spared something at its second look, and somebody waited for it
 
 
 def try_all(
@@ -247,8 +251,9 @@ def try_all(
 
     one, other = sides(place / "alone-1"), sides(place / "alone-2")
     lengths = length(lambda: one[0]), length(lambda: other[1])
-    assert min(lengths) >= 3
+    assert 3 <= min(lengths) <= max(lengths) < LOOKS
     ends = Counter[str]()
+    MET.clear()
     for number, order in enumerate(orders(*lengths)):
         folder = place / f"try-{number}"
         somebody, collector = sides(folder)
@@ -261,9 +266,11 @@ def try_all(
         assert not end.startswith("LOST"), (end, order, somebody.passed, collector.passed)
         audit(Raw(folder))
         ends[end] += 1
+        MET["spared"] += any("meanwhile" in why for why in collector.result.spared.values())
+        MET["waited"] += any(somebody.passed.count(one) > 2 for one in somebody.passed if " gc/" in one)
         shutil.rmtree(folder)
         shutil.rmtree(place / f"cache-{number}")
-    print(lengths, dict(ends))
+    print(lengths, dict(ends), dict(MET))
     return ends
 
 
@@ -286,7 +293,7 @@ def reuse(store: Store, *, look_first: bool = False) -> int:
 
 
 def stops_of_user(operation: str, key: str) -> bool:
-    return key.startswith("steps/") or (operation == "put_new" and "/log/" in key)
+    return key.startswith(("steps/", "gc/")) or (operation == "put_new" and "/log/" in key)
 
 
 def check_reuse(store: Store, attempt: int) -> str:
@@ -297,14 +304,9 @@ def check_reuse(store: Store, attempt: int) -> str:
 
 def test_reuse_against_the_collector(place: Path) -> None:
     ends = try_all(place, reuse, stops_of_user, check_reuse)
-    assert ends["attempt 0, the first stays"], "it was reused"
-    assert ends["attempt 1, the first is collected"], "it was collected"
-    assert ends["attempt 1, the first stays"], "both saw each other and backed off"
-    assert set(ends) == {
-        "attempt 0, the first stays",
-        "attempt 1, the first is collected",
-        "attempt 1, the first stays",
-    }
+    assert set(ends) == {"attempt 0, the first stays", "attempt 1, the first is collected"}
+    assert MET["spared"] > 0, "the collector saw the user"
+    assert MET["waited"] > 0, "the user saw the collector"
 
 
 def test_the_other_order_would_lose(place: Path) -> None:
@@ -318,7 +320,7 @@ def compute(store: Store) -> int:
     (run_id,) = store.runs()
     log = store.run_log(run_id)
     epoch = log.open()
-    held = Lease(store.backend, run_id, epoch, lost=lambda: False, on_lost=lambda: None)
+    held = Lease(store.backend, layout.lease(run_id, epoch))
     claims = Claims(store.backend, run_id, epoch)
     held.start()
     try:
@@ -354,7 +356,7 @@ def test_storing_weights_against_the_collector(place: Path) -> None:
         (run_id,) = store.runs()
         log = store.run_log(run_id)
         epoch = log.open()
-        held = Lease(store.backend, run_id, epoch, lost=lambda: False, on_lost=lambda: None)
+        held = Lease(store.backend, layout.lease(run_id, epoch))
         claims = Claims(store.backend, run_id, epoch)
         held.start()
         try:

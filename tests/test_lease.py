@@ -207,7 +207,7 @@ def test_a_damaged_lease_endangers_nothing(store: Store, start: Start, raw: Raw,
     thread = threading.Thread(target=harm)
     thread.start()
     try:
-        watch = Watch(store.backend, "r", 1, _somebody())
+        watch = Watch(store.backend, layout.lease("r", 1), _somebody())
         seen = set()
         deadline = time.monotonic() + 60
         while Life.LIVES not in seen and time.monotonic() < deadline:
@@ -236,7 +236,7 @@ def _delete(raw: Raw, key: str) -> None:
 
 def test_an_observer_that_stood_still_itself_has_not_watched(store: Store) -> None:
     store.backend.put(layout.lease("r", 1), b"beat")
-    watch = Watch(store.backend, "r", 1, _somebody())
+    watch = Watch(store.backend, layout.lease("r", 1), _somebody())
     assert watch.look() is Life.UNKNOWN
     time.sleep(QUICK.timeout_s + QUICK.beat_s)
     assert watch.look() is Life.UNKNOWN
@@ -246,9 +246,9 @@ def test_an_observer_that_stood_still_itself_has_not_watched(store: Store) -> No
 def test_of_this_very_process_it_is_known_whether_it_holds(store: Store) -> None:
     log = store.run_log("r")
     epoch = log.open()
-    mine = Watch(store.backend, "r", epoch, this_process())
+    mine = Watch(store.backend, layout.lease("r", epoch), this_process())
     assert mine.look() is Life.GONE
-    held = Lease(store.backend, "r", epoch, lost=log.taken_over, on_lost=lambda: None)
+    held = Lease(store.backend, layout.lease("r", epoch))
     held.start()
     assert mine.look() is Life.LIVES
     refused(store)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-WAIT_S = 120
+WAIT_S = 60
+LOOKS = 60  # more than either side has operations
 
 
 class Side:
@@ -116,9 +117,15 @@ def orders(one: int, other: int) -> list[tuple[int, int, bool]]:
 
 
 def interleave(one: Side, other: Side, order: tuple[int, int, bool]) -> None:
-    """Do i operations of one and j of the other, whoever ends first having begun; then both to their ends."""
+    """Do i operations of one and j of the other, whoever ends first having begun; then both to their ends.
+
+    Where the first one waits for the other, which stands still, it gives it the turn after a number of looks.
+    """
     i, j, first = order
     for side, operations in ((one, i), (other, j)) if first else ((other, j), (one, i)):
         side.advance(operations)
-    for side in (one, other) if first else (other, one):
-        side.advance()
+    begins, follows = (one, other) if first else (other, one)
+    begins.advance(LOOKS)
+    follows.advance(LOOKS)
+    begins.advance()
+    follows.advance()
