@@ -48,27 +48,25 @@ class Entry:
 def put(backend: Backend, folder: Path) -> CheckpointRef:
     """Store the files of a folder, then the index that names them; storing the same files again stores nothing.
 
-    Raises StoreError for anything but a flat folder of safetensors, JSON, tokenizer and template files.
+    Whoever stores weights holds a claim meanwhile: a collector that doesn't see it has left its mark before, and is
+    waited for. Raises StoreError for anything but a flat folder of safetensors, JSON, tokenizer and template files.
     """
     paths = checked(folder)
     entries = [entry(path) for path in paths.values()]
     index = canonical_json({"files": [asdict(one) for one in entries]})
     digest = digest_bytes(index)
-    while True:
-        for one in entries:
-            key = layout.checkpoint(digest, one.name)
-            backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
-        failpoint.hit(f"checkpoint {digest} payload stored")
-        backend.put_new(layout.checkpoint_index(digest), index)
-        read_index(backend, digest)  # a damaged index must be an error here and not next week
-        settled = settle(backend, layout.collecting(digest))
-        if settled is Settled.CLEAR:
-            return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
-        if settled is Settled.SILENT:
-            raise TransientError(
-                f"a collector that fell silent was about to delete {backend.address(layout.checkpoint_index(digest))}; "
-                f"end it, remove {backend.address(layout.collecting(digest))} and resume"
-            )
+    if settle(backend, layout.collecting(digest)) is Settled.SILENT:
+        raise TransientError(
+            f"a collector that fell silent was about to delete {backend.address(layout.checkpoint_index(digest))}; "
+            f"end it, remove {backend.address(layout.collecting(digest))} and resume"
+        )
+    for one in entries:
+        key = layout.checkpoint(digest, one.name)
+        backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
+    failpoint.hit(f"checkpoint {digest} payload stored")
+    backend.put_new(layout.checkpoint_index(digest), index)
+    read_index(backend, digest)  # a damaged index must be an error here and not next week
+    return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
 
 
 def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:

@@ -10,8 +10,8 @@ in use is lost doesn't rest on it:
   decision (`storage/marks.py`). A void mark is never taken back and outlives what it was put on, so no manifest that
   comes late can name files that are gone.
 - An attempt without manifest may be in the making: it is voided under the step's claim, and not while that is held.
-- Who makes a checkpoint holds a claim, stores files and index, and looks for the mark then. The collector marks first
-  and looks for names and live claims then.
+- Who makes a checkpoint holds a claim, looks for the mark then, and stores files and index. The collector marks first
+  and looks for live claims and then for names.
 
 A log, pin or manifest that can't be read might name anything: then nothing is deleted.
 """
@@ -265,8 +265,9 @@ def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection
     try:
         for digest in digests.values():
             mark(backend, layout.collecting(digest), holder_lease=where)
-        named = read_names(store).checkpoints if due else frozenset()
+        # In this order: who held a claim and let go of it before the first look has logged what it made by the second.
         working = _working(backend) if due else None
+        named = read_names(store).checkpoints if due else frozenset()
         for one, digest in digests.items():
             if digest in named or working is not None:
                 made.spared[one.name] = f"{working} may be making it" if working else "a step names it meanwhile"

@@ -71,7 +71,10 @@ class LocalBackend:
                 raise _refused("write", path, error) from error
             finally:
                 temporary.unlink(missing_ok=True)
-        return created or self.get(key) == data
+        try:
+            return created or self.get(key) == data
+        except NotFoundError:  # taken then, deleted since
+            return False
 
     def put(self, key: str, data: bytes) -> None:
         """Replace the file in one step."""

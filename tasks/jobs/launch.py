@@ -72,6 +72,7 @@ class ProcessLauncher:
 
     def run(self, spec: JobSpec, emit: Callable[[Event], None]) -> None:
         """Run the job; on any exit, also Ctrl-C, the whole group is ended before this returns."""
+        self._raise_stopped()
         self._jobs.mkdir(parents=True, exist_ok=True)
         number = len(list(self._jobs.glob("*.json")))
         spec_file = self._jobs / f"{number:03d}-{spec.kind}.json"
