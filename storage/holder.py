@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,11 @@ class Holder:
 
 def this_process() -> Holder:
     """Name this process, also after a fork."""
-    pid = os.getpid()
+    return _name(os.getpid())
+
+
+@cache
+def _name(pid: int) -> Holder:
     return Holder(socket.gethostname(), pid, _machine(), _look(pid)[1])
 
 
