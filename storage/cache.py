@@ -156,17 +156,17 @@ def download(backend: Backend, key: str, path: Path, *, sha256: str, size: int) 
         try:
             backend.get_file(key, path)
         except NotFoundError:
-            raise CorruptArtifactError(f"{backend.address(key)} is missing; {_mend(key)}") from None
+            raise CorruptArtifactError(f"{backend.address(key)} is missing; {mend(key)}") from None
         found = f"{path.stat().st_size} bytes of digest {digest_file(path)}"
         if found == f"{size} bytes of digest {sha256}":
             return
         time.sleep(FETCH_PAUSE_S * tried)
     raise CorruptArtifactError(
-        f"{backend.address(key)} holds {found} instead of {size} bytes of digest {sha256}; {_mend(key)}"
+        f"{backend.address(key)} holds {found} instead of {size} bytes of digest {sha256}; {mend(key)}"
     )
 
 
-def _mend(key: str) -> str:
+def mend(key: str) -> str:
     """Say how the object is made again: the key of an artifact tells its step, that of a checkpoint's file doesn't."""
     kind, step, *_ = key.split("/")
     if f"{kind}/" == layout.STEPS:

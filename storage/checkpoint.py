@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage import failpoint, layout, record
 from storage.backend import NotFoundError
-from storage.cache import download
+from storage.cache import download, mend
 from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.errors import CorruptArtifactError, StoreError, TransientError
 from storage.marks import Settled, settle
@@ -64,7 +64,8 @@ def put(backend: Backend, folder: Path) -> CheckpointRef:
         key = layout.checkpoint(digest, one.name)
         backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
     failpoint.hit(f"checkpoint {digest} payload stored")
-    backend.put_new(layout.checkpoint_index(digest), index)
+    if not backend.put_new(layout.checkpoint_index(digest), index):
+        backend.put(layout.checkpoint_index(digest), index)  # the name tells the content: other bytes are damage
     read_index(backend, digest)  # a damaged index must be an error here and not next week
     return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
 
@@ -145,14 +146,11 @@ def read_index(backend: Backend, digest: str) -> list[Entry]:
         try:
             data = backend.get(key)
         except NotFoundError:
-            raise StoreError(
-                f"{backend.address(key)} is missing; `starwheel verify RUN` names the step that made the checkpoint, "
-                "`starwheel void` lets it be made again"
-            ) from None
+            raise StoreError(f"{backend.address(key)} is missing; {mend(key)}") from None
         found = digest_bytes(data)
         if found == digest:
             return [parse_entry(one, backend.address(key)) for one in json.loads(data)["files"]]
-    raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; restore it")
+    raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; {mend(key)}")
 
 
 def entry(path: Path) -> Entry:

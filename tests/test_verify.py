@@ -216,9 +216,10 @@ def test_a_void_step_is_made_again_and_what_follows_only_where_it_differs(
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_weights_that_are_made_again_mend_the_stored_ones(copy: Copy, harm: str) -> None:
+@pytest.mark.parametrize("kind", ["weights", "index"])
+def test_weights_that_are_made_again_mend_the_stored_ones(copy: Copy, kind: str, harm: str) -> None:
     """A checkpoint is named by its content: the step that makes it again puts the lost file back."""
-    HARM[harm](Path(copy.url, OBJECTS["weights"](copy)))
+    HARM[harm](Path(copy.url, OBJECTS[kind](copy)))
     copy.store.void(copy.used("train", 1).key, "lost", "a test")
     copy.resume()
     assert verify(copy.store, copy.run_id, deep=True).faults == ()
@@ -274,7 +275,7 @@ def test_pin_rm_and_gc_by_their_commands(copy: Copy, capsys: pytest.CaptureFixtu
     assert read_history(copy.store, copy.run_id).state == "removed"
     code, _, told = called(capsys, "resume", "last", *store)
     assert code == 2
-    assert "was removed; start a new one" in told
+    assert "was removed; start a new run" in told
 
     dry = json.loads(called(capsys, "gc", "--json", *store)[1])
     assert {one["state"] for one in dry} == {"waiting"}
