@@ -101,8 +101,8 @@ def rm(run_id: str, yes: bool, kept: tuple[str, ...], store: str | None) -> None
 
     opened = open_named(store)
     run_id = find_run(opened, run_id)
-    number = {"best": lambda: best_checkpoint(opened, run_id), "last": lambda: None}
-    pins = {f"{run_id}-{which}": checkpoint_pin(opened, run_id, number[which]()) for which in kept}
+    numbers = {which: best_checkpoint(opened, run_id) if which == "best" else None for which in kept}
+    pins = {f"{run_id}-{which}": checkpoint_pin(opened, run_id, number) for which, number in numbers.items()}
     if not yes:
         click.confirm(f"Remove {run_id} ({summary(opened, run_id)}) from {opened.url}?", abort=True, err=True)
     for name, found in pins.items():
