@@ -204,7 +204,7 @@ def print_verified(found: Verified) -> None:
     how = "read and compared" if found.deep else "there with their lengths"
     print(
         f"{found.run_id}: {found.steps} steps, {found.objects} objects, {_scaled_bytes(found.bytes)}: "
-        + (f"{len(found.faults)} faults" if found.faults else f"all {how}")
+        + (f"{len(found.faults)} fault{'s' * (len(found.faults) > 1)}" if found.faults else f"all {how}")
     )
     for one in found.faults:
         print(f"{one.step} {one.key[:12]}: {plain(one.what)}")

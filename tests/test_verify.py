@@ -155,7 +155,7 @@ def test_a_fault_tells_what_was_made_from_it_and_how_to_mend_it(copy: Copy) -> N
     done = CliRunner().invoke(cli, ["verify", "last", "--store", copy.url, "--deep"])
     assert done.exit_code == 1
     lines = done.stdout.splitlines()
-    assert lines[0].endswith(": 1 faults")
+    assert lines[0].endswith(": 1 fault")
     assert lines[1].startswith(f"sample 1 {key[:12]}: {copy.url}/{sample_file(copy)} holds ")
     assert lines[2].strip().startswith("made from it: select 1, pairs 1, train 1, parity 1, evaluate 1 ")
     assert lines[3:] == [f"mend: starwheel void {key[:12]} --reason lost", f"then: starwheel resume {copy.run_id}"]
