@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows import look
+from flows import keeping, look
 from flows.arguments import JSON, STORE, default_store, find_run, open_named
 
 if TYPE_CHECKING:
@@ -66,16 +66,23 @@ def _start(described: RunConfig, *, as_json: bool) -> None:
 @JSON
 def resume(run_id: str, store: str | None, as_json: bool) -> None:
     """Go on with RUN where it ended. What is committed is not done again."""
-    from flows.printed import print_report
+    from flows.printed import print_follows, print_report
+    from storage.hold import wait_until_free
     from tasks.history import read_history
+    from tasks.verify import not_counting
 
     opened = open_named(store)
     run_id = find_run(opened, run_id)
-    if read_history(opened, run_id).state == "done":
+    history = read_history(opened, run_id)
+    lost = not_counting(opened, history)
+    if history.state == "done" and not lost:
         click.echo(f"{run_id} is done; nothing is left to do.", err=True)
         print_report(opened, run_id, as_json=as_json)
         return
-    _run_flow(run_id, opened.url, as_json=as_json)
+    freed = wait_until_free(opened, run_id, tell=lambda message: click.echo(message, err=True))
+    if lost:
+        print_follows(opened, history, lost)
+    _run_flow(run_id, opened.url, as_json=as_json, freed=freed)
 
 
 @cli.command()
@@ -103,7 +110,7 @@ def repair(run_id: str, tokens: int, redraws: int, store: str | None, as_json: b
     _start(described.model_copy(update={"store": opened.url}), as_json=as_json)
 
 
-def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
+def _run_flow(run_id: str, store: str, *, as_json: bool, freed: int = 0) -> None:
     import signal
 
     from flows.printed import print_report
@@ -122,7 +129,7 @@ def _run_flow(run_id: str, store: str, *, as_json: bool) -> None:
         from flows.star import star
 
         with prefect_api():
-            done = star(run_id=run_id, store=store)
+            done = star(run_id=run_id, store=store, freed=freed)
     except BaseException as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the jobs are being ended; a second Ctrl-C would only tear that
         again = f"Go on with: starwheel resume {run_id}{where}"
@@ -239,22 +246,8 @@ def status(run_id: str, store: str | None, as_json: bool) -> None:
     print_table(("", ""), summary.items())
 
 
-for command in look.COMMANDS:
-    cli.add_command(command)
-
-
-@cli.command()
-@click.argument("key", metavar="KEY")
-@click.option("--reason", required=True, help="Why the step's attempt no longer counts; kept in the store.")
-@STORE
-def void(key: str, reason: str, store: str | None) -> None:
-    """Let the step KEY (or its beginning, from `show RUN ITERATION`) be computed again; nothing is deleted."""
-    from getpass import getuser
-
-    opened = open_named(store)
-    key = opened.find_step(key)
-    number = opened.void(key, reason, getuser())
-    click.echo(f"attempt {number} of {key[:12]} is void; runs that need the step compute it again")
+for _command in (*look.COMMANDS, *keeping.COMMANDS):
+    cli.add_command(_command)
 
 
 @cli.group()

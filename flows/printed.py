@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 from flows.terminal import excerpt, plain, print_json, print_table
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
     from tasks.estimate import Range
     from tasks.explain import Explanation
     from tasks.forecast import Forecast
+    from tasks.history import History, Used
     from tasks.look.contents import Contents
     from tasks.look.overview import Iteration
     from tasks.outcome import Outcome
     from tasks.plan import Planned
+    from tasks.verify import Verified
 
 
 def print_profile(address: str, profile: Profile) -> None:
@@ -274,3 +277,42 @@ def print_explanation(explanation: Explanation) -> None:
     print_table(("iteration", "step", "state", "against", "why"), rows, title=against)
     for warning in explanation.warnings:
         print(f"note: {plain(warning)}")
+
+
+def print_verified(found: Verified) -> None:
+    """Print what is wrong with what a run names, what was made from it, and how to mend it."""
+    how = "read and compared" if found.deep else "there with their lengths"
+    print(
+        f"{found.run_id}: {found.steps} steps, {found.objects} objects, {_scaled_bytes(found.bytes)}: "
+        + (f"{len(found.faults)} fault{'s' * (len(found.faults) > 1)}" if found.faults else f"all {how}")
+    )
+    for one in found.faults:
+        print(f"{one.step} {one.key[:12]}: {plain(one.what)}")
+        if one.follows:
+            print(f"    made from it: {', '.join(one.follows)}")
+    for key in dict.fromkeys(one.key for one in found.faults if one.key):
+        print(f"mend: starwheel void {key[:12]} --reason lost")
+    if any(one.key for one in found.faults):
+        print(f"then: starwheel resume {found.run_id}")
+
+
+def _scaled_bytes(value: int) -> str:
+    return f"{_scaled(value, 1024, (' ', ' ki', ' Mi', ' Gi', ' Ti'))}B"
+
+
+def print_follows(store: Store, history: History, lost: Sequence[Used]) -> None:
+    """Say on stderr which steps count no more, and what the plan makes again."""
+    from flows.iteration import star
+    from tasks.plan import make_plan
+
+    for one in lost:
+        print(f"void or lost: {_step(one.iteration, one.step, one.label)} {one.key[:12]}", file=sys.stderr)
+    todo = [one for one in make_plan(store, history.config, star) if one.state == "to do"]
+    names = [_step(one.iteration, one.step, one.label) for one in todo]
+    if names:
+        after = f"; then, where its result differs, {', '.join(names[1:])}" if names[1:] else ""
+        print(f"to do again: {names[0]}{after}", file=sys.stderr)
+
+
+def _step(iteration: int, step: str, label: str) -> str:
+    return " ".join(str(part) for part in (step, iteration, label) if part != "")

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 
 @flow(name="star", validate_parameters=False, persist_result=False, log_prints=False)
-def star(config: str = "", overrides: Sequence[str] = (), run_id: str = "", store: str = "") -> dict[str, Any]:
-    """Run the loop: a new run of a config (a preset or a YAML file), or the rest of the run `run_id` in `store`."""
+def star(
+    config: str = "", overrides: Sequence[str] = (), run_id: str = "", store: str = "", freed: int = 0
+) -> dict[str, Any]:
+    """Run the loop: a new run of a config (a preset or a YAML file), or the rest of the run `run_id` in `store`.
+
+    `freed` is the epoch of that run whose holder the caller has seen gone, so that it isn't waited for again.
+    """
     if run_id:
         opened = open_store(store, create=False)
     else:
@@ -31,11 +36,13 @@ def star(config: str = "", overrides: Sequence[str] = (), run_id: str = "", stor
         opened = open_store(described.store)
         run_id = create_run(opened, described)
         freeze_plan(opened, run_id, described, loop)
-    run = open_run(opened, run_id, ProcessLauncher, kind=PrefectRun, listen=progress_listener())
-    judge = loop(run)
-    report = make_report(opened, run_id)
-    files = write_report(opened, report, plot(report), run.work / "report")
-    run.close("done" if judge.number == run.config.iterations else f"stopped by the gate at checkpoint {judge.number}")
+    listen = progress_listener()
+    with open_run(opened, run_id, ProcessLauncher, kind=PrefectRun, listen=listen, freed=freed) as run:
+        judge = loop(run)
+        report = make_report(opened, run_id)
+        files = write_report(opened, report, plot(report), run.work / "report")
+        end = "done" if judge.number == run.config.iterations else f"stopped by the gate at checkpoint {judge.number}"
+        run.close(end)
     create_table_artifact(
         results_table(report), key=f"{run_id.lower()}-results", description="Accuracy with 95 % intervals"
     )

@@ -28,6 +28,8 @@ def progress_listener() -> Callable[[Mapping[str, Any]], None]:
             _line(live, _step_line(event), end="\n")
         elif event["event"] == "warning":
             _line(live, f"warning {plain(event['message'])}", end="\n")
+        elif event["event"] == "waiting":
+            _line(live, f"waiting {plain(event['message'])}", end="\n")
         elif event["event"] == "failed":
             _line(live, f"failed  {event['task']}: {plain(event['message'])}", end="\n")
         elif event["event"] == "progress" and (live or time.monotonic() - last > QUIET_SECONDS):

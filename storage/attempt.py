@@ -147,6 +147,11 @@ class Attempt:
         """Say whether the attempt no longer counts."""
         return self.backend.size(layout.void(self.key, self.number)) is not None
 
+    def void(self, reason: str, who: str) -> None:
+        """Mark the attempt as void for good; a mark that is there already stays."""
+        words = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "nonce": secrets.token_hex(16)}
+        self.backend.put_new(layout.void(self.key, self.number), record.encode({"reason": reason, "who": who, **words}))
+
     def _shard(self, index: int) -> ShardRecord | None:
         where = layout.shard(self.key, self.number, index)
         try:

@@ -39,7 +39,7 @@ class Backend(Protocol):
         ...
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Create the object unless the key is taken; False means that it holds other bytes than `data`.
+        """Create the object unless the key is taken; False means that it held other bytes than `data`.
 
         An own write whose answer was lost counts as won, so a record that must differ from all others carries a nonce.
         """

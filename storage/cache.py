@@ -156,17 +156,22 @@ def download(backend: Backend, key: str, path: Path, *, sha256: str, size: int) 
         try:
             backend.get_file(key, path)
         except NotFoundError:
-            raise CorruptArtifactError(
-                f"{backend.address(key)} is missing; void its step and compute it again"
-            ) from None
+            raise CorruptArtifactError(f"{backend.address(key)} is missing; {mend(key)}") from None
         found = f"{path.stat().st_size} bytes of digest {digest_file(path)}"
         if found == f"{size} bytes of digest {sha256}":
             return
         time.sleep(FETCH_PAUSE_S * tried)
     raise CorruptArtifactError(
-        f"{backend.address(key)} holds {found} instead of {size} bytes of digest {sha256}; void its step and "
-        "compute it again"
+        f"{backend.address(key)} holds {found} instead of {size} bytes of digest {sha256}; {mend(key)}"
     )
+
+
+def mend(key: str) -> str:
+    """Say how the object is made again: the key of an artifact tells its step, that of a checkpoint's file doesn't."""
+    kind, step, *_ = key.split("/")
+    if f"{kind}/" == layout.STEPS:
+        return f"`starwheel void {step[:12]} --reason lost` and `starwheel resume RUN` compute its step again"
+    return "`starwheel verify RUN` names its step, `starwheel void` lets it be computed again"
 
 
 def _entries(*folders: Path) -> Iterator[tuple[float, int, Path]]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from storage import failpoint, layout, record
 from storage.backend import NotFoundError
-from storage.cache import download
+from storage.cache import download, mend
 from storage.digest import canonical_json, digest_bytes, digest_file
-from storage.errors import CorruptArtifactError, StoreError
+from storage.errors import CorruptArtifactError, StoreError, TransientError
+from storage.marks import Settled, settle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,18 +48,25 @@ class Entry:
 def put(backend: Backend, folder: Path) -> CheckpointRef:
     """Store the files of a folder, then the index that names them; storing the same files again stores nothing.
 
-    Raises StoreError for anything but a flat folder of safetensors, JSON, tokenizer and template files.
+    Whoever stores weights holds a claim meanwhile: a collector that doesn't see it has left its mark before, and is
+    waited for. Raises StoreError for anything but a flat folder of safetensors, JSON, tokenizer and template files.
     """
     paths = checked(folder)
     entries = [entry(path) for path in paths.values()]
     index = canonical_json({"files": [asdict(one) for one in entries]})
     digest = digest_bytes(index)
+    if settle(backend, layout.collecting(digest)) is Settled.SILENT:
+        raise TransientError(
+            f"a collector that fell silent was about to delete {backend.address(layout.checkpoint_index(digest))}; "
+            f"end it, remove {backend.address(layout.collecting(digest))} and resume"
+        )
     for one in entries:
         key = layout.checkpoint(digest, one.name)
         backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
     failpoint.hit(f"checkpoint {digest} payload stored")
-    backend.put_new(layout.checkpoint_index(digest), index)
-    _read_index(backend, digest)  # a damaged index must be an error here and not next week
+    if not backend.put_new(layout.checkpoint_index(digest), index):
+        backend.put(layout.checkpoint_index(digest), index)  # the name tells the content: other bytes are damage
+    read_index(backend, digest)  # a damaged index must be an error here and not next week
     return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
 
 
@@ -68,7 +76,7 @@ def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:
     if cache.trusted(digest):
         os.utime(target)
         return target
-    entries = _read_index(backend, digest)
+    entries = read_index(backend, digest)
     if _holds(target, entries):
         return cache.trust_folder(digest)
     with cache.scratch() as scratch:
@@ -130,20 +138,19 @@ def _check_json(path: Path) -> None:
         raise StoreError(f"{path} is not JSON; save the model again") from None
 
 
-def _read_index(backend: Backend, digest: str) -> list[Entry]:
+def read_index(backend: Backend, digest: str) -> list[Entry]:
+    """Return the files that a checkpoint's index names; StoreError where there is none, CorruptArtifactError."""
     key = layout.checkpoint_index(digest)
     found = ""
     for _ in range(record.READ_TRIES):
         try:
             data = backend.get(key)
         except NotFoundError:
-            raise StoreError(
-                f"there is no checkpoint {digest} in {backend.url}; train it again or copy it there"
-            ) from None
+            raise StoreError(f"{backend.address(key)} is missing; {mend(key)}") from None
         found = digest_bytes(data)
         if found == digest:
             return [parse_entry(one, backend.address(key)) for one in json.loads(data)["files"]]
-    raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; restore it")
+    raise CorruptArtifactError(f"{backend.address(key)} has digest {found} instead of {digest}; {mend(key)}")
 
 
 def entry(path: Path) -> Entry:

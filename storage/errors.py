@@ -29,6 +29,10 @@ class CommitUnknownError(StoreError):
     """Report a commit whose outcome could not be learnt; nothing was deleted, the next start resolves it."""
 
 
+class HeldError(StarwheelError):
+    """Refuse a run that another process holds and goes on with."""
+
+
 class FencedError(StarwheelError):
     """Stop the holder of a run whose log was continued by a newer epoch."""
 

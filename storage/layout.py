@@ -12,6 +12,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 FORMAT = "FORMAT.json"
 RUNS = "runs/"
 STEPS = "steps/"
+CHECKPOINTS = "checkpoints/"
+REFS = "refs/"
+COLLECTOR = "gc/"
 
 
 def name(text: str) -> str:
@@ -33,6 +36,11 @@ def key(text: str) -> str:
     for part in text.split("/"):
         name(part)
     return text
+
+
+def run_folder(run_id: str) -> str:
+    """Name the folder of a run, with its slash."""
+    return f"runs/{name(run_id)}/"
 
 
 def run(run_id: str) -> str:
@@ -114,6 +122,26 @@ def checkpoint_index(checkpoint_digest: str) -> str:
 def ref(ref_name: str, seq: int) -> str:
     """Name a record of a named pointer."""
     return f"refs/{name(ref_name)}/{seq:08d}.json"
+
+
+def collection(nonce: str) -> str:
+    """Name a plan of the collector."""
+    return f"gc/plan-{name(nonce)}.json"
+
+
+def collector(nonce: str) -> str:
+    """Name the lease of a collector."""
+    return f"gc/lease-{name(nonce)}.json"
+
+
+def collecting_step(step_key: str, number: int) -> str:
+    """Name the collector's mark on an attempt that it may be about to delete."""
+    return f"gc/step-{name(step_key)}-{number}.json"
+
+
+def collecting(checkpoint_digest: str) -> str:
+    """Name the collector's mark on a checkpoint that it may be about to delete."""
+    return f"gc/checkpoint-{digest(checkpoint_digest)}.json"
 
 
 def probe(nonce: str, label: str) -> str:

@@ -71,7 +71,10 @@ class LocalBackend:
                 raise _refused("write", path, error) from error
             finally:
                 temporary.unlink(missing_ok=True)
-        return created or self.get(key) == data
+        try:
+            return created or self.get(key) == data
+        except NotFoundError:  # taken then, deleted since
+            return False
 
     def put(self, key: str, data: bytes) -> None:
         """Replace the file in one step."""
@@ -120,10 +123,13 @@ class LocalBackend:
                     yield str(Path(folder, file).relative_to(self._root))
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yield the folders directly under a folder."""
+        """Yield the folders directly under a folder that hold a file; empty ones stay behind deletions."""
         base = self._folder(prefix)
-        if base.is_dir():
-            yield from sorted(entry.name for entry in os.scandir(base) if entry.is_dir(follow_symlinks=False))
+        if not base.is_dir():
+            return
+        for name in sorted(entry.name for entry in os.scandir(base) if entry.is_dir(follow_symlinks=False)):
+            if any(True for _, _, files in os.walk(base / name) for file in files if not file.startswith(".")):
+                yield name
 
     def delete(self, key: str) -> None:
         """Unlink the file."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 import threading
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from storage import failpoint, layout, record
 from storage.backend import NotFoundError
 from storage.digest import digest_bytes
 from storage.errors import CorruptArtifactError, FencedError, StoreError
+from storage.holder import this_process
 
 if TYPE_CHECKING:
     from storage.backend import Backend
@@ -47,24 +46,46 @@ class RunLog:
             return list(self._records)
 
     def open(self, **fields: Any) -> int:
-        """Take the run over and return the new epoch; `opened` is appended with the fields, host and process id."""
+        """Take the run over, whoever holds it, and return the new epoch; see `take`."""
+        while not self.take(len(self.records()), **fields):
+            continue
+        assert self._epoch is not None
+        return self._epoch
+
+    def take(self, seen: int, **fields: Any) -> bool:
+        """Take the run over unless its log has more than `seen` records; False where somebody was faster.
+
+        `opened` is appended with the fields and the holder: host, process id and what tells this process from others.
+        """
         with self._lock:
-            while True:
-                self._catch_up()
-                epoch = 1 + max((entry["epoch"] for entry in self._records), default=0)
-                holder = {"host": socket.gethostname(), "pid": os.getpid()}
-                if self._write({"kind": "opened", "epoch": epoch, **holder, **fields}):
-                    self._epoch = epoch
-                    return epoch
+            self._catch_up()
+            if len(self._records) != seen:
+                return False
+            epoch = 1 + self._last_epoch()
+            if not self._write({"kind": "opened", "epoch": epoch, **this_process().to_json(), **fields}):
+                return False
+            self._epoch = epoch
+            return True
+
+    def taken_over(self) -> bool:
+        """Look whether somebody took the run over; an append that is under way finds out by itself."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._catch_up()
+            return self._epoch is not None and self._last_epoch() > self._epoch
+        finally:
+            self._lock.release()
 
     def append(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Append a record and return it as stored; raises FencedError when someone has taken the run over."""
         with self._lock:
             if self._epoch is None:
                 raise StoreError(f"the log of run {self._run_id} is not open for writing; open it first")
+            self.stop_if_fenced()  # who has read a newer epoch already would not collide with it any more
             while not self._write({"kind": kind, "epoch": self._epoch, **fields}):
                 self._catch_up()
-                self._stop_if_fenced()
+                self.stop_if_fenced()
             return self._records[-1]
 
     def _write(self, fields: dict[str, Any]) -> bool:
@@ -82,7 +103,8 @@ class RunLog:
         self._read_next()
         return bool(len(self._records) > seq and self._records[seq]["nonce"] == nonce)
 
-    def _stop_if_fenced(self) -> None:
+    def stop_if_fenced(self) -> None:
+        """Raise FencedError, which names who took the run over, where the records read so far show one who did."""
         for entry in self._records:
             if self._epoch is not None and entry["epoch"] > self._epoch:
                 raise FencedError(
@@ -90,6 +112,9 @@ class RunLog:
                     f"{entry.get('time')}; "
                     "what this process committed stays valid, it stops here"
                 )
+
+    def _last_epoch(self) -> int:
+        return max((entry["epoch"] for entry in self._records), default=0)
 
     def _catch_up(self) -> None:
         while True:

@@ -141,6 +141,8 @@ class S3Backend:
     def _is(self, key: str, data: bytes) -> bool:
         try:
             return self.get(key) == data
+        except NotFoundError:  # taken then, deleted since
+            return False
         except CommitUnknownError:
             raise
         except StoreError as error:

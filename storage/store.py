@@ -18,6 +18,7 @@ from storage.backend import NotFoundError
 from storage.cache import ObjectCache
 from storage.errors import StoreError
 from storage.local import LocalBackend
+from storage.marks import Settled, settle
 from storage.probe import probe
 from storage.runlog import RunLog
 from storage.state import StepState
@@ -80,6 +81,36 @@ class Store:
             number += 1
         return attempt
 
+    def use(self, log: RunLog, **fields: Any) -> bool:
+        """Log that a run uses the attempt of the fields `key` and `attempt`; say whether it still counts then.
+
+        The order is what the collector relies on (`storage/collect.py`): first the log, then the look.
+        """
+        log.append("step", **fields)
+        return self.settled(fields["key"], fields["attempt"])
+
+    def settled(self, key: str, number: int) -> bool:
+        """Say whether an attempt that was just named somewhere counts, and stays for as long as it is named.
+
+        Where a collector marked it and fell silent it may still come back and delete it, so it is voided.
+        """
+        if settle(self.backend, layout.collecting_step(key, number)) is Settled.SILENT:
+            self._attempt(key, number).void("a collector fell silent over it", "settle")
+        return self.counts(key, number)
+
+    def counts(self, key: str, number: int) -> bool:
+        """Say whether an attempt is committed and not void, the void mark being looked for first."""
+        attempt = self._attempt(key, number)
+        return not attempt.is_void() and self.backend.size(layout.manifest(key, number)) is not None
+
+    def manifest_of(self, key: str, number: int) -> Manifest | None:
+        """Return the manifest of one attempt, void or not; None where there is none."""
+        return self._attempt(key, number).read_manifest()
+
+    def begun(self, key: str) -> bool:
+        """Say whether anything of the attempt that counts is there; lists it."""
+        return any(True for _ in self.backend.list(layout.attempt(key, self.attempt(key).number)))
+
     def state(self, key: str) -> StepState:
         """Return the place of the state inside the attempt to write, from which an interrupted step goes on."""
         return StepState(key=key, number=self.attempt(key).number, backend=self.backend)
@@ -97,13 +128,7 @@ class Store:
     def void(self, key: str, reason: str, who: str) -> int:
         """Mark the attempt that counts as void and return its number; the next one may be written."""
         attempt = self.attempt(key)
-        fields = {
-            "reason": reason,
-            "who": who,
-            "time": _now().isoformat(timespec="seconds"),
-            "nonce": secrets.token_hex(16),
-        }
-        self.backend.put_new(layout.void(key, attempt.number), record.encode(fields))
+        attempt.void(reason, who)
         return attempt.number
 
     def read(self, artifact: Artifact, columns: list[str] | None = None) -> pa.Table:

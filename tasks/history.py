@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from configs.run import RunConfig
 from storage.errors import StoreError
+from storage.hold import last_holder
 from storage.manifest import Manifest, manifest_fields
 from storage.schema import Status
 
@@ -100,6 +101,7 @@ def summarise(store: Store, run_id: str) -> dict[str, Any]:
         "last_step": f"{history.used[-1].step} {history.used[-1].label}".strip() if history.used else "",
         "steps": len(history.used),
         "reused": sum(one.reused for one in history.used),
+        "holder": str(last_holder(history.records) or ""),
         "opened": sum(one["kind"] == "opened" for one in history.records),
         "started": history.records[0]["time"] if history.records else "",
         "last_record": history.records[-1]["time"] if history.records else "",

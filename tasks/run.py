@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from configs.run import Method, RunConfig
-from storage.errors import StepFailedError
+from storage import layout
+from storage.claim import Claims
+from storage.errors import FencedError, StepFailedError, TransientError
+from storage.hold import take_run
+from storage.lease import Lease
 from tasks import bootstrap, indicators, models, pairs, select, split, train
 from tasks.jobs.entry import JobSpec
 from tasks.jobs.session import Session, SessionPlan, SessionResult
@@ -17,8 +22,9 @@ from tasks.models import Model
 from tasks.step import Context, DryContext, Event, NotCommittedError, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from storage.claim import Claimed
     from storage.manifest import Manifest
     from storage.runlog import RunLog
     from storage.store import Store
@@ -35,7 +41,10 @@ class Checkpoint:
 
 
 class Run:
-    """Hold one run: each method is a step of the loop, done or found done when it returns."""
+    """Hold one run: each method is a step of the loop, done or found done when it returns.
+
+    As a context manager it keeps the run's lease beating, so that no other process takes it over meanwhile.
+    """
 
     def __init__(
         self, context: Context, run_id: str, log: RunLog, launcher: Launcher, *, listen: Callable[[Event], None]
@@ -45,19 +54,50 @@ class Run:
         self._context = Context(context.store, context.config, context.work, self._heard)
         self._logged = {_use(one) for one in log.records() if one["kind"] == "step"}
         self._shown: set[tuple[Any, ...]] = set()
+        backend = context.store.backend
+        self._claims = Claims(backend, run_id, log.epoch or 0)
+        self._lease = Lease(backend, layout.lease(run_id, log.epoch or 0), lost=log.taken_over, on_lost=self._lose)
+
+    def __enter__(self) -> Self:
+        self._lease.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._claims.release()
+        self._lease.release()
+
+    def _lose(self) -> None:
+        """End the job that runs: somebody took the run over while this process was silent."""
+        try:
+            self._log.stop_if_fenced()
+        except FencedError as fenced:
+            self._launcher.stop(fenced)
 
     def _heard(self, event: Event) -> None:
         """Write committed steps to the log, once each, and pass on what is new."""
+        if event["event"] == "asked":
+            self._claims.follow(event["key"])
+            return
         if event["event"] == "step":
+            self._claims.done(event["key"])
             use = {name: event[name] for name in ("iteration", "step", "label", "key", "attempt", "reused")}
             if _use(use) in self._shown:
                 return
             self._shown.add(_use(use))
             if _use(use) not in self._logged:
-                self._log.append("step", **use)
-                self._logged.add(_use(use))
+                self._use(use)
             self.show_step(event)
         self._listen(event)
+
+    def _use(self, use: Mapping[str, Any]) -> None:
+        """Log a step; TransientError where it counts no more by then."""
+        counts = self._context.store.use(self._log, **use)
+        self._logged.add(_use(use))
+        if not counts:
+            raise TransientError(
+                f"attempt {use['attempt']} of step {use['step']} ({use['key'][:12]}) was voided or collected just now; "
+                f"`starwheel resume {self.run_id}` computes it again"
+            )
 
     def show_step(self, event: Event) -> None:
         """Show a committed step where there is something to show it in."""
@@ -105,11 +145,15 @@ class Run:
         )
 
     def _session(self, plan: SessionPlan) -> SessionResult:
-        try:
-            return self._committed_session(plan)
-        except NotCommittedError:
-            self._launch("session", plan.to_json())
-            return self._committed_session(plan)
+        while True:
+            try:
+                return self._committed_session(plan)
+            except NotCommittedError as gap:
+                missing = gap.keys
+            with self._alone(missing):
+                if not any(self._context.store.manifest(key) for key in missing):
+                    self._launch("session", plan.to_json())
+                    return self._committed_session(plan)
 
     def _committed_session(self, plan: SessionPlan) -> SessionResult:
         return Session(self._context, plan, start_engine=None).run()
@@ -175,18 +219,40 @@ class Run:
 
     def _here(self, step: Step, compute: Callable[[], Mapping[str, Any]], *, iteration: int) -> Manifest:
         """Reuse the step or compute it in this process."""
-        return self._context.ensure(step, compute, iteration=iteration)
+        manifest = self._context.committed(step, iteration=iteration)
+        if manifest is not None:
+            return self._context.done(step, manifest, reused=True, iteration=iteration)
+        with self._alone([step.key]):
+            return self._context.ensure(step, compute, iteration=iteration)
 
     def _job(self, kind: str, step: Step, asked: Mapping[str, Any], *, iteration: int) -> Manifest:
         """Reuse the step or have a job commit it."""
         manifest = self._context.committed(step, iteration=iteration)
         if manifest is not None:
             return self._context.done(step, manifest, reused=True, iteration=iteration)
-        self._launch(kind, asked)
+        with self._alone([step.key]):
+            manifest = self._context.committed(step, iteration=iteration)
+            if manifest is not None:  # of another run, while this one waited
+                return self._context.done(step, manifest, reused=True, iteration=iteration)
+            self._launch(kind, asked)
         manifest = self._context.committed(step, iteration=iteration)
         if manifest is None:
             raise StepFailedError(f"the {kind} job ended but committed no step {step.key[:12]}; report this as a bug")
         return manifest
+
+    @contextmanager
+    def _alone(self, keys: Sequence[str]) -> Iterator[None]:
+        """Claim steps for the block once no other run computes one of them; look inside whether it committed them."""
+        while (other := self._claims.claim(keys)) is not None:
+            self._listen({"event": "waiting", "message": self._waiting(other)})
+            self._claims.wait(other)
+        try:
+            yield
+        finally:
+            self._claims.release()
+
+    def _waiting(self, other: Claimed) -> str:
+        return f"{self.run_id} waits for step {other.key[:12]}, which {other} computes now, and reuses it then"
 
     def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
         context = self._context
@@ -209,8 +275,8 @@ class DryRun(Run):
         looking = DryContext(context.store, context.config, context.work, listen)
         self._context, self.missing = looking, looking.missing
 
-    def _launch(self, kind: str, asked: Mapping[str, Any]) -> None:
-        raise NotCommittedError(kind)
+    def _alone(self, keys: Sequence[str]) -> NoReturn:
+        raise NotCommittedError("a step that is to do", keys)
 
     def _discard_state(self, manifest: Manifest) -> None:
         pass
@@ -238,13 +304,26 @@ def _absolute(path: str) -> str:
 
 
 def open_run(
-    store: Store, run_id: str, launcher: Callable[[Path], Launcher], *, kind: type[Run], listen: Callable[[Event], None]
+    store: Store,
+    run_id: str,
+    launcher: Callable[[Path], Launcher],
+    *,
+    kind: type[Run],
+    listen: Callable[[Event], None],
+    freed: int = 0,
 ) -> Run:
-    """Take a run over: its log gets a new epoch, which stops a holder before it at its next append."""
+    """Take a run over that nobody holds; HeldError where somebody does.
+
+    Its log gets a new epoch, which stops a holder before it at its next append. `freed` is an epoch whose holder the
+    caller has seen gone.
+    """
+
+    def tell(message: str) -> None:
+        listen({"event": "waiting", "message": message})
+
     config = RunConfig.model_validate(store.run_config(run_id))
     work = Path(config.work).absolute() / run_id
-    log = store.run_log(run_id)
-    log.open(code_version=version("starwheel"))
+    log = take_run(store, run_id, tell=tell, freed=freed, code_version=version("starwheel"))
     return kind(Context(store, config, work), run_id, log, launcher(work), listen=listen)
 
 

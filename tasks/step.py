@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import metadata
@@ -23,7 +23,11 @@ Event = Mapping[str, Any]
 
 
 class NotCommittedError(Exception):
-    """Say that a step has no committed result and may not be computed here."""
+    """Say that a step has no committed result and may not be computed here; `keys` are the gaps known so far."""
+
+    def __init__(self, what: str, keys: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.keys = tuple(keys)
 
 
 @dataclass(frozen=True)

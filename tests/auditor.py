@@ -18,6 +18,7 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = re.compile(
     rf"FORMAT\.json|runs/{_NAME}/(run\.json|log/\d{{8}}\.json|lease/\d+\.json)"
     rf"|steps/{_NAME}/\d+/(plan|manifest|void)\.json|steps/{_NAME}/\d+/shards/\d{{5}}\.json"
+    rf"|steps/{_NAME}/claim\.json|refs/{_NAME}/\d{{8}}\.json|gc/{_NAME}\.json"
     rf"|probe/[0-9a-f]{{16}}/{_NAME}"  # left by a kill while a new store was probed; garbage
     rf"|steps/{_NAME}/\d+/[a-z_]+/part-\d{{5}}-[0-9a-f]{{64}}\.parquet|checkpoints/[0-9a-f]{{64}}/{_NAME}"
 )

@@ -37,7 +37,7 @@ FENCED = {
     "botocore": ("storage.",),
     "aiobotocore": ("storage.",),
     "prefect": ("flows.", "tasks.prefect_tasks"),
-    "click": ("flows.cli", "flows.look", "flows.arguments"),
+    "click": ("flows.cli", "flows.look", "flows.keeping", "flows.arguments"),
     "rich": ("flows.terminal",),
     "matplotlib": ("tasks.report",),
     "duckdb": ("tasks.look.",),
@@ -88,6 +88,8 @@ WALKERS = (
     "tasks.report",
     "tasks.history",
     "tasks.look",
+    "tasks.keep",
+    "tasks.verify",
     "tasks.jobs",
 )
 
@@ -251,7 +253,7 @@ from prefect.flows import load_flow_from_entrypoint
 flow = load_flow_from_entrypoint(sys.argv[1], use_placeholder_flow=False)
 print(flow.name, list(flow.parameters.properties))
 """
-    assert python(code, arguments=(entrypoint,)) == "star ['config', 'overrides', 'run_id', 'store']\n"
+    assert python(code, arguments=(entrypoint,)) == "star ['config', 'overrides', 'run_id', 'store', 'freed']\n"
 
 
 def test_the_deployment_names_the_entrypoint_that_is_loaded_here() -> None:

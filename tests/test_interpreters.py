@@ -114,7 +114,7 @@ def test_an_interpreter_that_is_not_there_is_found_before_the_run(tmp_path: Path
     assert check(described) == [
         f"interpreters.engine: `{gone}` is no program on this machine; give the path of a Python."
     ]
-    with pytest.raises(MissingDependencyError, match=r"interpreters\.engine: .* can't be started \(No such file"):
+    with pytest.raises(MissingDependencyError, match=r"interpreters\.engine: .* is no program"):
         ProcessLauncher(tmp_path / "work").run(
             spec(tmp_path, "session", interpreters={"engine": str(gone)}), lambda event: None
         )

@@ -16,13 +16,14 @@ import psutil
 import pytest
 import small
 
-from storage import errors
-from storage.errors import DataError, StepFailedError, TransientError
+from storage import errors, lease
+from storage.errors import DataError, FencedError, StepFailedError, TransientError
 from storage.store import open_store
 from tasks.jobs import launch
 from tasks.jobs.entry import JobSpec
 from tasks.jobs.launch import QUIET, ProcessLauncher
 from tasks.models import base_step
+from tasks.run import Run, create_run, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -291,3 +292,27 @@ def test_a_second_job_gets_files_of_its_own(tmp_path: Path) -> None:
     launcher.run(replace(asked, kind="train"), lambda event: None)
     names = ["000-session.json", "000-session.log", "001-train.json", "001-train.log"]
     assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == names
+
+
+def test_the_job_of_a_run_that_was_taken_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that stood still and comes back appends nothing for hours: its beat finds out and ends the group."""
+    monkeypatch.setattr(lease, "PACE", lease.Pace(beat_s=0.1, timeout_s=2.0))
+    described = small.config(tmp_path)
+    store = open_store(described.store)
+    run_id = create_run(store, described)
+    launcher = ProcessLauncher(tmp_path / "work", python=interpreter(tmp_path, "engine"))
+    started: list[int] = []
+
+    def heard(event: Any) -> None:
+        if event["event"] == "progress":
+            started.append(event["pid"])
+            store.run_log(run_id).open()  # as one who saw it stand still
+
+    with open_run(store, run_id, lambda work: launcher, kind=Run, listen=heard) as run:
+        with pytest.raises(FencedError, match=f"run {run_id} was taken over by process {os.getpid()} on"):
+            run.base()
+        assert gone(started[0], 30)
+        with pytest.raises(FencedError):  # and it starts no other
+            run.base()
+    assert len(started) == 1
+    assert [one["epoch"] for one in store.run_log(run_id).records()] == [1, 2]

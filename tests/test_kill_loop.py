@@ -124,7 +124,7 @@ def committed(folder: Path) -> dict[str, Manifest]:
     store = open_store(str(folder / "store"), cache=folder / "reading", create=False)
     found = {}
     for step in (folder / "store" / "steps").iterdir():
-        attempts = sorted(path.name for path in step.iterdir())
+        attempts = sorted(path.name for path in step.iterdir() if path.name != "claim.json")
         manifest = store.manifest(step.name)
         if manifest is not None:
             assert attempts == ["0"]
@@ -166,12 +166,13 @@ def lay_beside(golden: Golden, folder: Path, segment: int) -> None:
 
 
 def records(folder: Path) -> dict[str, bytes]:
-    """Read every record that is committed."""
+    """Read every record that is committed; a claim is none."""
     store = folder / "store"
     return {
         str(path.relative_to(store)): path.read_bytes()
         for kind in ("steps", "runs", "checkpoints")
         for path in (store / kind).rglob("*.json")
+        if path.name != "claim.json"
     }
 
 

@@ -56,6 +56,21 @@ def test_a_stale_holder_is_fenced_at_its_next_append(store: Store) -> None:
     assert [entry["epoch"] for entry in fresh.records()] == [1, 1, 2, 2]
 
 
+def test_a_stale_holder_that_has_read_on_is_fenced_too(store: Store) -> None:
+    """Its next place is behind the newer epoch, where nothing collides: a record there would break the chain."""
+    stale = store.run_log("r")
+    stale.open()
+    fresh = store.run_log("r")
+    fresh.open()
+    fresh.append("step", name="one")
+    assert stale.taken_over()
+    assert len(stale.records()) == 3
+    with pytest.raises(FencedError):
+        stale.append("step", name="two")
+    fresh.append("step", name="two")
+    assert [entry["epoch"] for entry in store.run_log("r").records()] == [1, 2, 2, 2]
+
+
 def test_racing_holders_leave_one_chain_and_one_holder(store: Store) -> None:
     start = threading.Barrier(5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,9 +45,16 @@ class Launcher(Protocol):
         """Run the job."""
         ...
 
+    def stop(self, why: StarwheelError) -> None:
+        """End the job that runs, from another thread, and start none any more: `run` raises `why`."""
+        ...
+
 
 class InlineLauncher:
     """Run jobs in this process: for tests with the scripted engine and trainer."""
+
+    def stop(self, why: StarwheelError) -> None:
+        """Do nothing: a job in this process meets the fence at the run's next append."""
 
     def run(self, spec: JobSpec, emit: Callable[[Event], None]) -> None:
         """Run the job."""
@@ -62,22 +70,28 @@ class ProcessLauncher:
 
     def __init__(self, work: Path) -> None:
         self._jobs, self._packages = work / "jobs", work / "packages"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped: StarwheelError | None = None
+        self._lock = threading.Lock()
 
     def run(self, spec: JobSpec, emit: Callable[[Event], None]) -> None:
         """Run the job; on any exit, also Ctrl-C, the whole group is ended before this returns."""
+        self._raise_stopped()
         self._jobs.mkdir(parents=True, exist_ok=True)
         number = len(list(self._jobs.glob("*.json")))
         spec_file = self._jobs / f"{number:03d}-{spec.kind}.json"
         spec_file.write_text(spec.to_json())
         log = spec_file.with_suffix(".log")
         key, python = interpreter(spec)
-        try:
-            with start_job([python, "-m", "tasks.jobs.entry", str(spec_file)], log, self._code()) as (process, events):
-                failure = _listen(events, emit)
-                code = process.wait()
-        except (FileNotFoundError, PermissionError) as error:
-            said = f"{key}: `{python}` can't be started ({error.strerror}); name another"
-            raise MissingDependencyError(said) from None
+        if shutil.which(python) is None:
+            raise MissingDependencyError(f"{key}: `{python}` is no program that can be started; name another")
+        with start_job([python, "-m", "tasks.jobs.entry", str(spec_file)], log, self._code()) as (process, events):
+            with self._lock:
+                self._process = process
+            self._raise_stopped()
+            failure = _listen(events, emit)
+            code = process.wait()
+        self._raise_stopped()
         if failure is not None:
             raise failure
         if code != 0:
@@ -86,6 +100,19 @@ class ProcessLauncher:
                 lacking = f"`{python}` lacks what a {spec.kind} job needs"
                 raise MissingDependencyError(f"{key}: {lacking}: {last} (log: {log})")
             raise TransientError(f"the {spec.kind} job ended with code {code}: {last} (log: {log})")
+
+    def stop(self, why: StarwheelError) -> None:
+        """End the job's group; the listener then meets the end of its events."""
+        with self._lock:
+            self._stopped = why
+            process = self._process
+        if process is not None and process.poll() is None:
+            end_group(process)
+
+    def _raise_stopped(self) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                raise self._stopped
 
     def _code(self) -> Path:
         """Make a folder of our packages alone: another interpreter must not find this one's libraries beside them."""

@@ -100,6 +100,7 @@ class Session:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="commit")
         self._models = {role: model for role, model in (("judge", plan.model), ("base", plan.also)) if model}
         self._asked: dict[str, Asked] = {}
+        self._gaps: list[str] = []  # what was found not committed where no engine may start
         self._waiting: deque[Generation] = deque()
         self._running: dict[str, Generation] = {}
         self._in_flight = 0
@@ -110,7 +111,7 @@ class Session:
     def engine(self) -> Engine:
         """Start the engine once."""
         if self._start_engine is None:
-            raise NotCommittedError("session")
+            raise NotCommittedError("session", self._gaps or [self._first])
         if self._engine is None:
             started = time.monotonic()
             self._engine = self._start_engine(self._first)
@@ -239,8 +240,10 @@ class Session:
         if manifest is not None:
             return Asked(None, self.context.done(step, manifest, reused=True, iteration=number))
         if self._start_engine is None:
+            self._gaps.append(step.key)
             return Asked(None, None)
         if step.key not in self._asked:
+            self.context.emit({"event": "asked", "key": step.key})
             self._first = self._first or step.key
             generation = Generation(self.context, step, questions(), self.engine, iteration=number)
             self._waiting.appendleft(generation) if first else self._waiting.append(generation)
@@ -253,7 +256,7 @@ class Session:
             if one.manifest is not None:
                 continue
             if one.generation is None:
-                raise NotCommittedError("session")
+                raise NotCommittedError("session", self._gaps)
             while not one.generation.answered:
                 self._advance()
             one.manifest = one.generation.commit(self._facts)

@@ -1,0 +1,306 @@
+"""Delete what nothing names any more: steps that no log uses, weights that no such step names, removed runs.
+
+Two passes, at least a grace period apart: the first writes down what it would delete, the second deletes what is still
+unnamed and has not changed since. The grace rests on clocks and spares work that someone may still want; that nothing
+in use is lost doesn't rest on it:
+
+- Who begins to use a step logs it first and looks for the collector's mark, the void mark and the manifest then
+  (`Store.use`). The collector marks first and reads all logs then; what it finds named it spares and unmarks, what it
+  does not it voids, and deletes. At least one of the two sees the other, and a user that meets a mark waits for the
+  decision (`storage/marks.py`). A void mark is never taken back and outlives what it was put on, so no manifest that
+  comes late can name files that are gone.
+- An attempt without manifest may be in the making: it is voided under the step's claim, and not while that is held.
+- Who makes a checkpoint holds a claim, looks for the mark then, and stores files and index. The collector marks first
+  and looks for live claims and then for names.
+
+A log, pin or manifest that can't be read might name anything: then nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from storage import layout, record
+from storage.attempt import Attempt
+from storage.backend import NotFoundError
+from storage.claim import Claims, is_held, read_claim
+from storage.digest import canonical_json, digest_json
+from storage.errors import CorruptArtifactError
+from storage.hold import is_removed
+from storage.lease import Lease
+from storage.marks import clear, mark
+from storage.refs import all_refs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from storage.backend import Backend
+    from storage.store import Store
+
+GRACE_S = 7 * 86400.0
+_READERS = 8
+_DIGEST = re.compile(rb"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Name something that nothing names: `steps/<key>/<attempt>`, `checkpoints/<digest>` or `runs/<run>`."""
+
+    name: str
+    why: str
+    keys: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """Give its folder: steps, checkpoints or runs."""
+        return self.name.split("/")[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Tell whether objects came or went since an earlier pass."""
+        return digest_json(sorted(self.keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Hold what logs and pins name, and which runs are removed."""
+
+    attempts: frozenset[tuple[str, int]]
+    checkpoints: frozenset[str]
+    removed: tuple[str, ...]
+
+
+@dataclass
+class Collection:
+    """Say what a pass found: what waits for the grace period, what is due, deleted and spared, with the reason."""
+
+    waiting: list[Candidate] = field(default_factory=list)
+    due: list[Candidate] = field(default_factory=list)
+    deleted: list[Candidate] = field(default_factory=list)
+    spared: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collection:
+    """Look for what nothing names; with `delete` write it down, and delete what an earlier pass wrote down."""
+    backend = store.backend
+    found = candidates(backend, read_names(store))
+    plans = dict(_plans(backend))
+    made = Collection(bytes=_sizes(backend, found))
+    known = {(name, print_) for _, planned in plans.values() for name, print_ in planned.items()}
+    ripe = {pair for age, planned in plans.values() if age >= grace_s for pair in planned.items()}
+    for one in found:
+        (made.due if (one.name, one.fingerprint) in ripe else made.waiting).append(one)
+    if not delete:
+        return made
+    if new := {one.name: one.fingerprint for one in made.waiting if (one.name, one.fingerprint) not in known}:
+        backend.put_new(layout.collection(secrets.token_hex(8)), record.encode({"time": _now(), "planned": new}))
+    clear(backend)
+    if made.due:
+        _delete_all(store, made)
+    left = {one.name for one in found} - {one.name for one in made.deleted}
+    for key, (_, planned) in plans.items():
+        if not left & set(planned):
+            backend.delete(key)
+    return made
+
+
+def read_names(store: Store) -> Names:
+    """Read every log and every pin, and the checkpoints that the manifests named there name; lists the runs."""
+    backend = store.backend
+    attempts: set[tuple[str, int]] = set()
+    removed = []
+    for run_id in store.runs():
+        if _is_removed(backend, run_id):
+            removed.append(run_id)
+            continue
+        records = store.run_log(run_id).records()
+        attempts |= {(one["key"], one["attempt"]) for one in records if one["kind"] == "step"}
+    pins = all_refs(backend).values()
+    attempts |= {(pin.key, pin.attempt) for pin in pins}
+    checkpoints = {digest for pin in pins for digest in pin.checkpoints}
+    with ThreadPoolExecutor(_READERS) as pool:
+        for digests in pool.map(lambda one: _digests(backend, layout.manifest(*one)), sorted(attempts)):
+            checkpoints |= digests
+    return Names(frozenset(attempts), frozenset(checkpoints), tuple(removed))
+
+
+def candidates(backend: Backend, names: Names) -> list[Candidate]:
+    """List what is in the store and not named; what the store's layout doesn't know is left alone."""
+    found = []
+    for (key, number), keys in _attempts(backend).items():
+        left = [one for one in keys if one != layout.void(key, number)]
+        if left and (key, number) not in names.attempts:
+            committed = layout.manifest(key, number) in left
+            why = "no run or pin uses it" if committed else "begun, never committed"
+            found.append(Candidate(layout.attempt(key, number).rstrip("/"), why, tuple(left)))
+    weights = defaultdict(list)
+    for one in backend.list(layout.CHECKPOINTS):
+        weights[one.split("/")[1]].append(one)
+    for digest, keys in weights.items():
+        if _DIGEST.fullmatch(digest.encode()) and digest not in names.checkpoints:
+            found.append(Candidate(f"{layout.CHECKPOINTS}{digest}", "no step in use names it", tuple(keys)))
+    for run_id in names.removed:
+        folder = layout.run_folder(run_id)
+        found.append(Candidate(folder.rstrip("/"), "removed", tuple(backend.list(folder))))
+    return found
+
+
+def _attempts(backend: Backend) -> dict[tuple[str, int], list[str]]:
+    found = defaultdict(list)
+    for one in backend.list(layout.STEPS):
+        _, key, number, *rest = [*one.split("/"), "", ""]
+        if number.isdecimal() and rest[0]:
+            found[key, int(number)].append(one)
+    return found
+
+
+def _is_removed(backend: Backend, run_id: str) -> bool:
+    """Look at the last record alone: of a removed run whose deletion was cut short the first may be gone."""
+    keys = sorted(backend.list(f"{layout.run_folder(run_id)}log/"))
+    return bool(keys) and is_removed([record.read(backend, keys[-1])[0]])
+
+
+def _digests(backend: Backend, key: str) -> set[str]:
+    """Give everything in a manifest that could be a checkpoint's digest, whatever the step means by it."""
+    try:
+        fields, _ = record.read(backend, key)
+    except NotFoundError:
+        return set()
+    return {one.decode() for one in _DIGEST.findall(canonical_json(fields))}
+
+
+def _plans(backend: Backend) -> Iterator[tuple[str, tuple[float, dict[str, str]]]]:
+    """Give the plans of earlier passes with their age in seconds by both clocks; damaged ones are as none."""
+    for key in backend.list(layout.COLLECTOR):
+        if not key.startswith(f"{layout.COLLECTOR}plan-"):
+            continue
+        try:
+            fields, _ = record.read(backend, key)
+            age = (datetime.now(UTC) - datetime.fromisoformat(fields["time"])).total_seconds()
+            yield key, (age, dict(fields["planned"]))
+        except (CorruptArtifactError, NotFoundError, KeyError, TypeError, ValueError):
+            continue
+
+
+def _sizes(backend: Backend, found: Iterable[Candidate]) -> dict[str, int]:
+    with ThreadPoolExecutor(_READERS) as pool:
+        return {one.name: sum(size or 0 for size in pool.map(backend.size, one.keys)) for one in found}
+
+
+def _delete_all(store: Store, made: Collection) -> None:
+    """Delete what is due and found unnamed once more, under a lease that those who wait for a decision watch."""
+    backend = store.backend
+    where = layout.collector(secrets.token_hex(8))
+    held = Lease(backend, where)
+    held.start()
+    try:
+        _delete_attempts(store, [one for one in made.due if one.kind == "steps"], made, where)
+        _delete_checkpoints(store, [one for one in made.due if one.kind == "checkpoints"], made, where)
+        for one in made.due:
+            if one.kind == "runs":
+                _delete_run(backend, one)
+                made.deleted.append(one)
+    finally:
+        held.release()
+        backend.delete(where)
+
+
+def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
+    """Mark them, read the logs again, void what no log names, then delete it: the manifest first."""
+    backend = store.backend
+    claims: list[Claims] = []
+    marks: list[str] = []
+    try:
+        for one in due:
+            key, number = _attempt(one)
+            if layout.manifest(key, number) not in one.keys:
+                claims.append(Claims(backend, "gc", 0, where))
+                if (other := _claim(backend, claims[-1], key)) is not None:
+                    made.spared[one.name] = f"{other} computes it"
+                    continue
+            marks.append(layout.collecting_step(key, number))
+            mark(backend, marks[-1], holder_lease=where)
+        marked = [one for one in due if one.name not in made.spared]
+        named = read_names(store).attempts if marked else frozenset()
+        for one in marked:
+            key, number = _attempt(one)
+            if (key, number) in named:
+                made.spared[one.name] = "a run or pin began to use it meanwhile"
+                continue
+            Attempt(key, number, backend, store.cache).void("nothing named it", "gc")
+            _delete(backend, sorted(one.keys, key=lambda name: (not name.endswith("/manifest.json"), name)))
+            made.deleted.append(one)
+    finally:
+        for one_mark in marks:
+            backend.delete(one_mark)
+        for claim in claims:
+            claim.release()
+
+
+def _attempt(one: Candidate) -> tuple[str, int]:
+    _, key, number = one.name.split("/")
+    return key, int(number)
+
+
+def _claim(backend: Backend, claims: Claims, key: str) -> str | None:
+    """Claim a step of which nobody is computing; else say who is. A claim of the dead is taken away."""
+    while (other := claims.claim([key])) is not None:
+        if is_held(backend, other):
+            return str(other)
+        claims.wait(other)
+    return None
+
+
+def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
+    """Mark them, look for names and for work in progress again, delete the index first."""
+    backend = store.backend
+    digests = {one: one.name.split("/")[1] for one in due}
+    try:
+        for digest in digests.values():
+            mark(backend, layout.collecting(digest), holder_lease=where)
+        # In this order: who held a claim and let go of it before the first look has logged what it made by the second.
+        working = _working(backend) if due else None
+        named = read_names(store).checkpoints if due else frozenset()
+        for one, digest in digests.items():
+            if digest in named or working is not None:
+                made.spared[one.name] = f"{working} may be making it" if working else "a step names it meanwhile"
+                continue
+            first = layout.checkpoint_index(digest)
+            _delete(backend, sorted(one.keys, key=lambda name: (name != first, name)))
+            made.deleted.append(one)
+    finally:
+        for digest in digests.values():
+            backend.delete(layout.collecting(digest))
+
+
+def _working(backend: Backend) -> str | None:
+    """Give one who holds a claim on any step; None where nobody does."""
+    keys = [one.split("/")[1] for one in backend.list(layout.STEPS) if one.endswith("/claim.json")]
+    claims = [claim for key in keys if (claim := read_claim(backend, key)) is not None]
+    with ThreadPoolExecutor(max(len(claims), 1)) as pool:
+        held = pool.map(lambda claim: is_held(backend, claim), claims)
+        return next((str(claim) for claim, is_one in zip(claims, held, strict=True) if is_one), None)
+
+
+def _delete_run(backend: Backend, one: Candidate) -> None:
+    """Delete the config first, so that nobody resumes it, and the log's last record, which tells all this, last."""
+    run_id = one.name.split("/")[1]
+    last = max(key for key in one.keys if "/log/" in key)
+    order = {layout.run(run_id): 0, last: 2}
+    _delete(backend, sorted(one.keys, key=lambda name: (order.get(name, 1), name)))
+
+
+def _delete(backend: Backend, keys: Iterable[str]) -> None:
+    for key in keys:
+        backend.delete(key)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
