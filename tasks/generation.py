@@ -332,22 +332,23 @@ def _sample(begun: Begun | None) -> int | None:
     return None if begun is None else begun.row["sample"]
 
 
-def digests(completions: Sequence[Manifest]) -> dict[str, str | None]:
-    """Name an iteration's completions as inputs: those that were asked of every pair, and what followed from them."""
-    later = {"repair": "repaired", "rationalize": "hinted"}
-    names = ["completions", *(later[one.step] for one in completions[1:])]
-    return {name: one.artifact("completions").digest for name, one in zip(names, completions, strict=True)}
+def digests(completions: Mapping[str, Manifest]) -> dict[str, str | None]:
+    """Name an iteration's completions as inputs.
+
+    They are named by what they are: `completions` (asked of every pair), and what follows from them, `repaired` and
+    `hinted`.
+    """
+    return {name: one.artifact("completions").digest for name, one in completions.items()}
 
 
-def read_all(store: Store, completions: Sequence[Manifest]) -> pa.Table:
-    """Read an iteration's completions; a mended one stands in for what it was."""
-    tables = [store.read(one.artifact("completions")) for one in completions]
-    for number, one in enumerate(completions):
-        if one.step == "repair" and tables[number].num_rows:
-            rows = frames.frame(tables[0].select(JUDGMENT_ID)).with_row_index("row")
-            left = rows.join(frames.frame(tables[number].select(JUDGMENT_ID)), on=JUDGMENT_ID, how="anti")["row"].sort()
-            tables[0] = tables[0].take(left.to_arrow())
-    return pa.concat_tables(tables)
+def read_all(store: Store, completions: Mapping[str, Manifest]) -> pa.Table:
+    """Read an iteration's completions; a repaired one stands in for what it was."""
+    tables = {name: store.read(one.artifact("completions")) for name, one in completions.items()}
+    if "repaired" in tables:
+        sampled, repaired = (frames.frame(tables[one].select(JUDGMENT_ID)) for one in ("completions", "repaired"))
+        left = sampled.with_row_index("row").join(repaired, on=JUDGMENT_ID, how="anti")["row"].sort()
+        tables["completions"] = tables["completions"].take(left.to_arrow())
+    return pa.concat_tables(tables.values())
 
 
 def forced_choice_prefix(text: str) -> str:

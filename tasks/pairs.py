@@ -23,7 +23,7 @@ from tasks.judge.votes import BY_ORDER
 from tasks.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from configs.run import PairsConfig, PromptConfig, RunConfig
     from storage.manifest import Manifest
@@ -109,7 +109,12 @@ def _dpo(rows: pl.DataFrame, completions: pa.Table, pairs: pa.Table, config: Pro
 
 
 def pairs_step(
-    config: RunConfig, split: Manifest, completions: Sequence[Manifest], *, selected: Manifest, earlier: Manifest | None
+    config: RunConfig,
+    split: Manifest,
+    completions: Mapping[str, Manifest],
+    *,
+    selected: Manifest,
+    earlier: Manifest | None,
 ) -> Step:
     """Name the step by what was selected and said, and by the rows before where they are trained on again."""
     name = artifact(config)
@@ -137,7 +142,12 @@ def artifact(config: RunConfig) -> str:
 
 
 def make_rows(
-    context: Context, split: Manifest, completions: Sequence[Manifest], *, selected: Manifest, earlier: Manifest | None
+    context: Context,
+    split: Manifest,
+    completions: Mapping[str, Manifest],
+    *,
+    selected: Manifest,
+    earlier: Manifest | None,
 ) -> dict[str, Any]:
     """Build an iteration's rows, with those before where the config says so, in a seeded order."""
     config, read = context.config, context.store.read

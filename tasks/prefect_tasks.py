@@ -11,7 +11,7 @@ from storage.errors import TransientError
 from tasks.run import Checkpoint, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
     from prefect.client.schemas.objects import State
 
@@ -57,7 +57,7 @@ class PrefectRun(Run):
             data, judge, base, before=before, sample=sample
         )
 
-    def select(self, iteration: int, data: Manifest, completions: Sequence[Manifest]) -> Manifest:
+    def select(self, iteration: int, data: Manifest, completions: Mapping[str, Manifest]) -> Manifest:
         """Keep what may be trained on."""
         return self._task(f"select {iteration}", super().select)(iteration, data, completions)
 
@@ -65,7 +65,7 @@ class PrefectRun(Run):
         self,
         iteration: int,
         data: Manifest,
-        completions: Sequence[Manifest],
+        completions: Mapping[str, Manifest],
         *,
         selected: Manifest,
         earlier: Manifest | None,

@@ -158,7 +158,7 @@ class Run:
     def _committed_session(self, plan: SessionPlan) -> SessionResult:
         return Session(self._context, plan, start_engine=None).run()
 
-    def select(self, iteration: int, data: Manifest, completions: Sequence[Manifest]) -> Manifest:
+    def select(self, iteration: int, data: Manifest, completions: Mapping[str, Manifest]) -> Manifest:
         """Judge the completions and keep what may be trained on."""
         step = select.select_step(self.config, data, completions)
         return self._here(step, lambda: select.make_selection(self._context, data, completions), iteration=iteration)
@@ -167,7 +167,7 @@ class Run:
         self,
         iteration: int,
         data: Manifest,
-        completions: Sequence[Manifest],
+        completions: Mapping[str, Manifest],
         *,
         selected: Manifest,
         earlier: Manifest | None,

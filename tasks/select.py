@@ -16,7 +16,7 @@ from tasks.judge.votes import BY_ORDER
 from tasks.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     import pyarrow as pa
 
@@ -98,7 +98,7 @@ def select_sides(
     return _parted(rows)
 
 
-def select_step(config: RunConfig, split: Manifest, completions: Sequence[Manifest]) -> Step:
+def select_step(config: RunConfig, split: Manifest, completions: Mapping[str, Manifest]) -> Step:
     """Name the step by the completions, the pairs' gold, the parser and the select section."""
     inputs = {**generation.digests(completions), "pairs": split.artifact("pairs").digest}
     parts: dict[str, Any] = {"select": key_part(config.select), "method": str(config.method), "seed": config.seed}
@@ -111,7 +111,7 @@ def select_step(config: RunConfig, split: Manifest, completions: Sequence[Manife
     return Step("select", VERSION, inputs, {**parts, "parser": verdict.VERSION})
 
 
-def make_selection(context: Context, split: Manifest, completions: Sequence[Manifest]) -> dict[str, Any]:
+def make_selection(context: Context, split: Manifest, completions: Mapping[str, Manifest]) -> dict[str, Any]:
     """Judge the completions of an iteration and choose among them."""
     config, read = context.config, context.store.read
     written = generation.read_all(context.store, completions)

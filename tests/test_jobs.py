@@ -297,10 +297,10 @@ def test_a_second_job_gets_files_of_its_own(tmp_path: Path) -> None:
 def test_the_job_of_a_run_that_was_taken_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that stood still and comes back appends nothing for hours: its beat finds out and ends the group."""
     monkeypatch.setattr(lease, "PACE", lease.Pace(beat_s=0.1, timeout_s=2.0))
-    described = small.config(tmp_path)
+    described = small.config(tmp_path, interpreters=standing_in(tmp_path, "engine"))
     store = open_store(described.store)
     run_id = create_run(store, described)
-    launcher = ProcessLauncher(tmp_path / "work", python=interpreter(tmp_path, "engine"))
+    launcher = ProcessLauncher(tmp_path / "work")
     started: list[int] = []
 
     def heard(event: Any) -> None:

@@ -80,7 +80,7 @@ def test_exactly_the_broken_rows_are_mended_and_stand_in_for_what_they_were(tmp_
             elif row["text_after"] != row["text"]:
                 assert verdict.read(row["text_after"]).outcome is not None
                 redrawn += 1
-        whole = frames.frame(generation.read_all(store, [samples[iteration], repair]))
+        whole = frames.frame(generation.read_all(store, {"completions": samples[iteration], "repaired": repair}))
         assert whole.select(JUDGMENT_ID).is_duplicated().sum() == 0
         assert whole.height == rows.height
         untouched = rows.drop("status").join(before, on=JUDGMENT_ID, how="anti")
@@ -123,7 +123,8 @@ def test_the_answer_is_shown_for_what_is_wrong_after_mending(tmp_path: Path) -> 
     for iteration, hinted in manifests(store, run_id, "rationalize").items():
         samples, repair = (manifests(store, run_id, step)[iteration] for step in ("sample", "repair"))
         pairs = store.read(manifests(store, run_id, "split")[0].artifact("pairs"))
-        whole = frames.frame(verdict.judge(generation.read_all(store, [samples, repair]), pairs))
+        written = {"completions": samples, "repaired": repair}
+        whole = frames.frame(verdict.judge(generation.read_all(store, written), pairs))
         right = set(whole.filter(pl.col("status") == "correct")["pair_id"])
         asked = set(store.read(hinted.artifact("completions"))["pair_id"].to_pylist())
         assert asked == set(whole["pair_id"]) - right

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from tasks.models import Model
 from tasks.step import Context, NotCommittedError, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from storage.manifest import Manifest
     from tasks.engines.base import Engine
@@ -75,12 +75,12 @@ class SessionPlan:
 class SessionResult:
     """Hold what a session committed: dev score (None without dev pairs), completions, and what the gate said.
 
-    `completions` has the step of the samples first, then those of mended completions and of the failed pairs that were
-    asked again with the answer shown; it is empty where nothing is sampled.
+    `completions` are by what they are: `completions` of every pair, `repaired` ones that stand in for broken ones, and
+    `hinted` ones of failed pairs that were asked again with the answer shown; empty where nothing is sampled.
     """
 
     dev: Manifest | None = None
-    completions: tuple[Manifest, ...] = ()
+    completions: Mapping[str, Manifest] = field(default_factory=dict)
     goes_on: bool = True
 
 
@@ -144,7 +144,7 @@ class Session:
         dev_score = self._score("judge", "dev", dev) if dev else None
         decision = self._gate(dev_score)
         goes_on = decision.facts["decision"] == "go"
-        written = tuple(self._write()) if self.plan.sample and goes_on else ()
+        written = self._write() if self.plan.sample and goes_on else {}
         self._score_suites(later)
         return SessionResult(dev_score, written, goes_on)
 
@@ -189,19 +189,20 @@ class Session:
             for block in evaluate.blocks(self.config, suite)
         ]
 
-    def _write(self) -> Iterator[Manifest]:
+    def _write(self) -> dict[str, Manifest]:
         """Have rationales written, broken ones mended and failed pairs asked again where the config says so."""
         name, method = part(self.plan.checkpoint + 1), self.config.method
         if method is Method.STAR_RATIONALIZER:
-            yield self._rationalize(self._split.pairs(name))
-        elif method is not Method.GENRM:
-            written = [self._sample(name)]
-            if repair.wanted(self.config):
-                written.append(self._repair(written[0], self._split.pairs(name)))
-            yield from written
-            if self.config.rationalize.failures:
-                completions = generation.read_all(self.context.store, written)
-                yield self._rationalize(rationalize.failed(completions, self._split.pairs(name)))
+            return {"completions": self._rationalize(self._split.pairs(name))}
+        if method is Method.GENRM:
+            return {}
+        written = {"completions": self._sample(name)}
+        if repair.wanted(self.config):
+            written["repaired"] = self._repair(written["completions"], self._split.pairs(name))
+        if self.config.rationalize.failures:
+            completions = generation.read_all(self.context.store, written)
+            written["hinted"] = self._rationalize(rationalize.failed(completions, self._split.pairs(name)))
+        return written
 
     def _sample(self, name: str) -> Manifest:
         model = self._models["judge"]
