@@ -15,7 +15,7 @@ demo: $(READY)  ## Set everything up and run a real three-iteration flywheel on 
 	$(BIN)/starwheel run demo $(foreach pair,$(SET),--set $(pair))
 
 test: $(READY)  ## Set everything up and run the test suite
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(READY)  ## Lint, format and type checks
 	$(BIN)/ruff check .

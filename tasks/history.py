@@ -79,8 +79,9 @@ def read_history(store: Store, run_id: str) -> History:
 
 
 def manifest_of(store: Store, used: Used) -> Manifest | None:
-    """Give the manifest of a used step, None where it was lost or voided since."""
-    return store.manifest(used.key)
+    """Give the manifest of a used step, None where its attempt was lost or voided since, also if another one counts."""
+    found = store.manifest(used.key)
+    return found if found is not None and found.attempt == used.attempt else None
 
 
 def metric(metrics: pa.Table, name: str, subset: str = "") -> Mapping[str, Any]:

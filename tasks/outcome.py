@@ -166,5 +166,7 @@ def _tokens(store: Store, manifest: Manifest) -> float | None:
         return float(manifest.facts["tokens"])
     if "completions" not in manifest.artifacts:
         return 0.0
+    if manifest.step == "repair":  # its rows hold what was sampled before, too
+        return None
     written = store.read(manifest.artifact("completions"), columns=["n_tokens"])
     return float(pc.sum(written["n_tokens"]).as_py() or 0)

@@ -27,6 +27,11 @@ _FOREIGN = ("AWS_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PRO
 _PREFIX = "some/prefix"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that start engines, trainers or servers first: the last file to end decides how long the suite takes."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Take away proxies, AWS settings and caches of the machine; give test credentials by the usual variables."""

@@ -17,6 +17,7 @@ from finished import Finished, finish
 from storage.errors import CorruptArtifactError, DataError
 from storage.schema import JUDGMENT_ID, SCHEMAS
 from storage.store import open_store
+from tasks.history import manifest_of, read_history
 from tasks.judge import paired_scores
 from tasks.look.compare import compare, flipped_pairs, side
 from tasks.look.contents import read_contents
@@ -415,6 +416,10 @@ SHUT = {
     "another file as a table": ("SELECT * FROM '{file}'", "does not exist"),
     "a list of files": ("SELECT * FROM glob('{file}')", "disabled"),
     "writing a file": ("COPY (SELECT 1) TO '{file}'", "give one SELECT"),
+    "writing by EXPLAIN": (
+        "EXPLAIN ANALYZE COPY (SELECT 1) TO '{artifact}' (FORMAT parquet, USE_TMP_FILE false)",
+        "give one SELECT",
+    ),
     "writing over an artifact": ("COPY (SELECT 1) TO '{artifact}' (USE_TMP_FILE false)", "give one SELECT"),
     "another database": ("ATTACH '{file}'", "give one SELECT"),
     "a table": ("CREATE TABLE t AS SELECT 1", "give one SELECT"),
@@ -453,7 +458,7 @@ def test_only_what_a_query_names_is_fetched(tmp_path: Path) -> None:
     contents = read_contents(store, done.run.run_id)
     assert query(contents, "SELECT count(*) FROM judgments", limit=1).rows[0][0] > 0
     assert find_rows(contents, "metrics", 1, Filters(), limit=1).rows
-    with pytest.raises(CorruptArtifactError, match=r"completions/part-.* is missing; void its step"):
+    with pytest.raises(CorruptArtifactError, match=r"completions/part-.* is missing; .*void"):
         query(contents, "SELECT count(*) FROM Completions", limit=1)
 
 
@@ -546,3 +551,23 @@ def test_a_mended_row_is_traced_to_its_repair(mended: Looked) -> None:
         (judgment,) = [judgment for judgment in found.judgments if judgment["named"]]
         assert judgment["text"] == row["text"]
         assert judgment["step"] == "repair"
+
+
+def test_columns_of_one_name_are_numbered(sft: Looked) -> None:
+    answer = query(sft.contents, "SELECT 1 AS x, 2 AS x, 3 AS y, 4 AS x", limit=1)
+    assert answer.columns == ("x", "x_2", "y", "x_3")
+    assert answer.rows == [(1, 2, 3, 4)]
+
+
+def test_a_run_is_not_shown_with_the_results_of_another_attempt(tmp_path: Path) -> None:
+    """Its step was voided and another run has computed it again since."""
+    first = finish(tmp_path, iterations=1, data=DATA)
+    history = read_history(first.store, first.run.run_id)
+    used = next(history.of("score"))
+    first.store.void(used.key, "a test", "me")
+    assert manifest_of(first.store, used) is None
+    second = finish(tmp_path, iterations=1, data=DATA)
+    again = next(one for one in read_history(second.store, second.run.run_id).used if one.key == used.key)
+    assert (used.attempt, again.attempt) == (0, 1)
+    assert manifest_of(first.store, used) is None
+    assert manifest_of(first.store, again) is not None

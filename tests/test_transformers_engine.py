@@ -16,7 +16,7 @@ from storage.errors import MissingDependencyError, StepFailedError
 from storage.store import open_store
 from tasks.engines.base import Request, Response, Sampling, Served
 from tasks.engines.template import ChatTemplate
-from tasks.engines.transformers import TransformersEngine
+from tasks.engines.transformers import TransformersEngine, behind
 from tasks.history import read_history
 from tasks.jobs.launch import InlineLauncher
 from tasks.run import Run, create_run, open_run
@@ -161,6 +161,22 @@ def test_log_probs_are_the_model_s_own_at_any_temperature(
             continue  # written in other tokens than it is read in, or with an end of turn
         score = ask(one, [Request(1, [*prompts[0], *ids], "base", scored=len(ids))])[1]
         assert text.logprob == pytest.approx(sum(score.logprobs), abs=1e-3)
+
+
+def test_a_text_that_goes_on_keeps_its_first_blank(model: Path) -> None:
+    """Decoders of SentencePiece tokenizers strip a blank at the beginning of whatever they are given."""
+    from tokenizers import decoders
+
+    tokenizer = ChatTemplate(model, {}).tokenizer
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    begun, more = (tokenizer.encode(text, add_special_tokens=False) for text in ("Response A", " names the capital"))
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    assert decode(more) == "names the capital"
+    assert behind(decode, begun, more) == " names the capital"
+    assert behind(decode, [tokenizer.eos_token_id], more) == "names the capital"
 
 
 def test_stop_texts_end_a_row_and_stay_in_it(model: Path, template: ChatTemplate, prompts: list[list[int]]) -> None:

@@ -11,7 +11,7 @@ from tasks.engines.base import Request, Response, Sampling, Served, Text, too_lo
 from tasks.engines.watching import Stopped, Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tasks.engines.template import ChatTemplate
 
 SCORED_POSITIONS = 2048  # rows x positions whose logits are held at once
+TAIL = 8  # tokens of the prompt before what is decoded
 STOP_SLACK = 4  # tokens more than a stop text has bytes: the first may be the rest of another character
 
 
@@ -179,20 +180,29 @@ class TransformersEngine:
         )
         watched.finish(ids)
         written = ids[:, start:].tolist()
-        return [self._text(one, row, watched, stopped) for row, one in enumerate(written)]
+        tails = [list(request.ids[-TAIL:]) for request in rows]
+        return [self._text(one, tails[row], row, watched, stopped) for row, one in enumerate(written)]
 
-    def _text(self, ids: list[int], row: int, watched: Watched, stopped: Stopped) -> Text:
+    def _text(self, ids: list[int], tail: list[int], row: int, watched: Watched, stopped: Stopped) -> Text:
         """Cut what was written at its first end: a token that ends a turn, a stop text, or the limit."""
         ended = next((at + 1 for at, token in enumerate(ids) if token in self._stops), None)
         ends = [end for end in (ended, stopped.ends.get(row)) if end is not None]
         ids = ids[: min(ends, default=len(ids))]
-        text = stopped.cut(self._decode(ids))
-        letters = {self._decode(ids[:at]): pair for at, pair in watched.letters[row].items() if at < len(ids)}
+        text = stopped.cut(behind(self._decode, tail, ids))
+        letters = {
+            behind(self._decode, tail, ids[:at]): pair for at, pair in watched.letters[row].items() if at < len(ids)
+        }
         return Text(text, "stop" if ends else "length", len(ids), sum(watched.logprobs[row][: len(ids)]), letters)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.template.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def behind(decode: Callable[[list[int]], str], tail: list[int], ids: list[int]) -> str:
+    """Decode what stands behind the end of a prompt: by itself its first blank is lost to some tokenizers."""
+    before, whole = decode(tail), decode([*tail, *ids])
+    return whole[len(before) :] if whole.startswith(before) else decode(ids)
 
 
 class Kind(NamedTuple):

@@ -12,9 +12,9 @@ from storage.schema import SCHEMAS
 from tasks.look.contents import connect, literal
 
 if TYPE_CHECKING:
-    from tasks.look.contents import Contents
+    from collections.abc import Sequence
 
-_READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+    from tasks.look.contents import Contents
 
 
 class View(NamedTuple):
@@ -53,16 +53,23 @@ def query(contents: Contents, sql: str, *, limit: int) -> Answer:
         _make_views(connection, contents, sql)
         try:
             asked = connection.extract_statements(sql)
-            if len(asked) != 1 or asked[0].type not in _READING:
+            if len(asked) != 1 or asked[0].type != duckdb.StatementType.SELECT:
                 raise DataError(f"{sql[:80]!r}: give one SELECT; a run is read, never changed")
             found = connection.execute(asked[0])
-            columns = tuple(column[0] for column in found.description or ())
+            columns = _unlike([column[0] for column in found.description or ()])
             rows = found.fetchmany(limit + 1)
         except duckdb.Error as error:
             what = str(error).strip().splitlines()[0].rstrip("!.")
             known = ", ".join(view.name for view in views(contents)) or "none yet"
             raise DataError(f"{contents.history.run_id}: {what}; the views are {known}") from None
     return Answer(columns, rows[:limit], len(rows) > limit)
+
+
+def _unlike(names: Sequence[str]) -> tuple[str, ...]:
+    """Give columns of one name a number, so that none is lost where rows are keyed by them."""
+    return tuple(
+        f"{name}_{names[:at].count(name) + 1}" if name in names[:at] else name for at, name in enumerate(names)
+    )
 
 
 def _make_views(connection: duckdb.DuckDBPyConnection, contents: Contents, sql: str) -> None:
