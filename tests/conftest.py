@@ -28,7 +28,7 @@ _PREFIX = "some/prefix"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that start engines, trainers or servers first: the last file to end decides how long the suite takes."""
+    """Put slow files first: the last file to end decides how long the suite takes."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

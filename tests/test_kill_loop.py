@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from storage.manifest import Manifest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = 20  # at every so manieth point the rest of the run is computed, not laid beside
 STEPS = {"base", "split", "bootstrap", "train", "parity", "evaluate", "score", "gate", "sample", "rationalize"}
