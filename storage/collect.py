@@ -1,4 +1,4 @@
-"""Delete what nothing names any more: steps that no log uses, weights that no such step names, removed runs.
+"""Delete what nothing names any more: steps that no log or pin uses, weights that no step names, removed runs.
 
 Two passes, at least a grace period apart: the first writes down what it would delete, the second deletes what is still
 unnamed and has not changed since. The grace rests on clocks and spares work that someone may still want; that nothing
@@ -10,6 +10,7 @@ in use is lost doesn't rest on it:
   decision (`storage/marks.py`). A void mark is never taken back and outlives what it was put on, so no manifest that
   comes late can name files that are gone.
 - An attempt without manifest may be in the making: it is voided under the step's claim, and not while that is held.
+- Weights that a manifest names which isn't void stay, whether a log names it or not: a new run may reuse that step.
 - Who makes a checkpoint holds a claim, looks for the mark then, and stores files and index. The collector marks first
   and looks for live claims and then for names.
 
@@ -38,7 +39,7 @@ from storage.marks import clear, mark
 from storage.refs import all_refs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from storage.backend import Backend
     from storage.store import Store
@@ -83,8 +84,18 @@ class Collection:
     waiting: list[Candidate] = field(default_factory=list)
     due: list[Candidate] = field(default_factory=list)
     deleted: list[Candidate] = field(default_factory=list)
+    named: list[Candidate] = field(default_factory=list)  # of the due ones, found named at the second look
     spared: dict[str, str] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Hold what an earlier pass wrote down: names with their fingerprints; `age_s` is by both clocks."""
+
+    time: str
+    age_s: float
+    planned: dict[str, str]
 
 
 def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collection:
@@ -93,8 +104,8 @@ def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collecti
     found = candidates(backend, read_names(store))
     plans = dict(_plans(backend))
     made = Collection(bytes=_sizes(backend, found))
-    known = {(name, print_) for _, planned in plans.values() for name, print_ in planned.items()}
-    ripe = {pair for age, planned in plans.values() if age >= grace_s for pair in planned.items()}
+    known = {pair for plan in plans.values() for pair in plan.planned.items()}
+    ripe = {pair for plan in plans.values() if plan.age_s >= grace_s for pair in plan.planned.items()}
     for one in found:
         (made.due if (one.name, one.fingerprint) in ripe else made.waiting).append(one)
     if not delete:
@@ -104,10 +115,8 @@ def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collecti
     clear(backend)
     if made.due:
         _delete_all(store, made)
-    left = {one.name for one in found} - {one.name for one in made.deleted}
-    for key, (_, planned) in plans.items():
-        if not left & set(planned):
-            backend.delete(key)
+    gone = {one.name for one in (*made.deleted, *made.named)}
+    _forget(backend, plans, [one for one in found if one.name not in gone])
     return made
 
 
@@ -176,17 +185,28 @@ def _digests(backend: Backend, key: str) -> set[str]:
     return {one.decode() for one in _DIGEST.findall(canonical_json(fields))}
 
 
-def _plans(backend: Backend) -> Iterator[tuple[str, tuple[float, dict[str, str]]]]:
-    """Give the plans of earlier passes with their age in seconds by both clocks; damaged ones are as none."""
+def _plans(backend: Backend) -> Iterator[tuple[str, _Plan]]:
+    """Give the plans of earlier passes; damaged ones are as none."""
     for key in backend.list(layout.COLLECTOR):
         if not key.startswith(f"{layout.COLLECTOR}plan-"):
             continue
         try:
             fields, _ = record.read(backend, key)
             age = (datetime.now(UTC) - datetime.fromisoformat(fields["time"])).total_seconds()
-            yield key, (age, dict(fields["planned"]))
+            yield key, _Plan(fields["time"], age, dict(fields["planned"]))
         except (CorruptArtifactError, NotFoundError, KeyError, TypeError, ValueError):
             continue
+
+
+def _forget(backend: Backend, plans: Mapping[str, _Plan], left: Sequence[Candidate]) -> None:
+    """Take out of earlier plans what isn't left as it was: what is used meanwhile waits anew when it is let go."""
+    pairs = {(one.name, one.fingerprint) for one in left}
+    for key, plan in plans.items():
+        planned = {name: print_ for name, print_ in plan.planned.items() if (name, print_) in pairs}
+        if not planned:
+            backend.delete(key)
+        elif planned != plan.planned:
+            backend.put(key, record.encode({"time": plan.time, "planned": planned}))
 
 
 def _sizes(backend: Backend, found: Iterable[Candidate]) -> dict[str, int]:
@@ -233,6 +253,7 @@ def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, w
             key, number = _attempt(one)
             if (key, number) in named:
                 made.spared[one.name] = "a run or pin began to use it meanwhile"
+                made.named.append(one)
                 continue
             Attempt(key, number, backend, store.cache).void("nothing named it", "gc")
             _delete(backend, sorted(one.keys, key=lambda name: (not name.endswith("/manifest.json"), name)))
@@ -267,10 +288,15 @@ def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection
             mark(backend, layout.collecting(digest), holder_lease=where)
         # In this order: who held a claim and let go of it before the first look has logged what it made by the second.
         working = _working(backend) if due else None
-        named = read_names(store).checkpoints if due else frozenset()
+        names = read_names(store) if due else Names(frozenset(), frozenset(), ())
+        unused = _named_unused(store, names.attempts) if due else {}
         for one, digest in digests.items():
-            if digest in named or working is not None:
-                made.spared[one.name] = f"{working} may be making it" if working else "a step names it meanwhile"
+            if digest in names.checkpoints:
+                made.spared[one.name] = "a step names it meanwhile"
+                made.named.append(one)
+                continue
+            if working is not None or digest in unused:
+                made.spared[one.name] = f"{working} may be making it" if working else unused[digest]
                 continue
             first = layout.checkpoint_index(digest)
             _delete(backend, sorted(one.keys, key=lambda name: (name != first, name)))
@@ -278,6 +304,26 @@ def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection
     finally:
         for digest in digests.values():
             backend.delete(layout.collecting(digest))
+
+
+def _named_unused(store: Store, used: frozenset[tuple[str, int]]) -> dict[str, str]:
+    """Give what the manifests name that count though nothing uses them, with the reason to keep it.
+
+    A run may reuse such a step until it is void; its weights go with it, not before.
+    """
+    backend = store.backend
+    several = [
+        (key, number)
+        for (key, number), keys in _attempts(backend).items()
+        if (key, number) not in used and layout.manifest(key, number) in keys and layout.void(key, number) not in keys
+    ]
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = pool.map(lambda one: _digests(backend, layout.manifest(*one)), several)
+        return {
+            digest: f"step {key[:12]}, which counts, names it"
+            for (key, _), digests in zip(several, found, strict=True)
+            for digest in digests
+        }
 
 
 def _working(backend: Backend) -> str | None:
