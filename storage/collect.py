@@ -12,7 +12,8 @@ in use is lost doesn't rest on it:
 - An attempt without manifest may be in the making: it is voided under the step's claim, and not while that is held.
 - Weights that a manifest names which isn't void stay, whether a log names it or not: a new run may reuse that step.
 - Who makes a checkpoint holds a claim, looks for the mark then, and stores files and index. The collector marks first
-  and looks for live claims and then for names.
+  and looks for live claims and then for names. That rests on a beat, so it only spares work: whoever logs a step looks
+  for the marks and the files of its weights too (`Store.stays`), and a step whose weights are gone is voided.
 
 A log, pin or manifest that can't be read might name anything: then nothing is deleted.
 """

@@ -87,7 +87,20 @@ class Store:
         The order is what the collector relies on (`storage/collect.py`): first the log, then the look.
         """
         log.append("step", **fields)
-        return self.settled(fields["key"], fields["attempt"])
+        return self.stays(fields["key"], fields["attempt"])
+
+    def stays(self, key: str, number: int) -> bool:
+        """Say whether an attempt that a log names counts and is there to stay, the weights that it made too.
+
+        It is voided where its weights are gone, so that it is made again; TransientError where that isn't decided.
+        """
+        found = self.manifest_of(key, number) if self.settled(key, number) else None
+        if found is None:
+            return False
+        if not all(checkpoint.stays(self.backend, digest) for digest in found.checkpoints):
+            self._attempt(key, number).void("its weights were collected", "settle")
+            return False
+        return True
 
     def settled(self, key: str, number: int) -> bool:
         """Say whether an attempt that was just named somewhere counts, and stays for as long as it is named.

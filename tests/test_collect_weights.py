@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from orchestrators import QUICK
 from test_collect import KEY, OTHER, remove, run_that_used, weights
+from turns import Side
 
-from storage import layout, lease
+from storage import layout, lease, record
 from storage.collect import Collection, collect
+from storage.errors import TransientError
 from storage.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -86,3 +88,60 @@ def test_what_was_used_in_between_waits_anew(store: Store, tmp_path: Path) -> No
     assert names(gc(store)) == (both | {f"runs/{run}"}, {f"checkpoints/{lost}"})
     assert names(gc(store)) == (set(), both | {f"runs/{run}"})
     assert list(store.backend.list(layout.COLLECTOR)) == []
+
+
+# A maker whose claim fell silent, so that the collector doesn't see it: what it stored is looked at once it is logged.
+
+
+@pytest.mark.parametrize(
+    ("stop", "collected"),
+    [
+        ("put_file config.json", False),
+        ("put_file model.safetensors", True),
+        ("put_new index.json", True),
+        ("put_new manifest.json", True),
+    ],
+)
+def test_weights_that_were_collected_under_their_makers_hands_are_made_again(
+    store: Store, tmp_path: Path, stop: str, collected: bool
+) -> None:
+    """Its files were found in their place, or its index was stored, before the collector deleted them."""
+    folder = weights(tmp_path / "weights", 1)
+    digest = store.put_checkpoint(folder).digest
+    gc(store)
+
+    def make(store: Store) -> tuple[int, bool]:
+        log = store.run_log(store.create_run("run", {}, code_version="test"))
+        log.open()
+        made = base(store, KEY, store.put_checkpoint(folder).digest)
+        return made.attempt, store.use(log, key=KEY, attempt=made.attempt)
+
+    def stops(operation: str, key: str) -> bool:
+        return stop == f"{operation} {key.rpartition('/')[2]}"
+
+    maker = Side(tmp_path / "store", tmp_path / "other", make, stops)
+    assert names(gc(store))[1] == {f"checkpoints/{digest}"}
+    maker.advance()
+    assert (maker.error, maker.result) == (None, (0, not collected))
+    assert (store.manifest(KEY) is None) is collected
+
+    again = Side(tmp_path / "store", tmp_path / "other", make, lambda *_: False)
+    assert again.result == (int(collected), True)
+    assert store.fetch_checkpoint(digest).is_dir()
+
+
+def test_who_uses_weights_waits_for_the_collector_that_marked_them(store: Store, tmp_path: Path) -> None:
+    """Of one that fell silent it is told what to end, before and after the run is resumed; no step is given up."""
+    digest = store.put_checkpoint(weights(tmp_path / "weights", 1)).digest
+    base(store, KEY, digest)
+    log = store.run_log(store.create_run("run", {}, code_version="test"))
+    log.open()
+    elsewhere = {"host": "other", "pid": 1, "machine": "other", "started": "1"}
+    store.backend.put(layout.collecting(digest), record.encode({**elsewhere, "lease": layout.collector("x")}))
+    told = f"a collector that fell silent .* remove .*{digest}.json and resume"
+    with pytest.raises(TransientError, match=told):
+        store.use(log, key=KEY, attempt=0)
+    with pytest.raises(TransientError, match=told):
+        store.stays(KEY, 0)
+    store.backend.delete(layout.collecting(digest))
+    assert store.stays(KEY, 0)

@@ -15,8 +15,8 @@ from finished import finish
 from flows.cli import cli, main
 from flows.iteration import star
 from flows.printed import print_follows
-from storage import record
-from storage.errors import StoreError
+from storage import layout, record
+from storage.errors import StoreError, TransientError
 from storage.store import open_store
 from tasks.history import read_history
 from tasks.run import Run, open_run
@@ -222,6 +222,16 @@ def test_weights_that_are_made_again_mend_the_stored_ones(copy: Copy, kind: str,
     HARM[harm](Path(copy.url, OBJECTS[kind](copy)))
     copy.store.void(copy.used("train", 1).key, "lost", "a test")
     copy.resume()
+    assert verify(copy.store, copy.run_id, deep=True).faults == ()
+
+
+def test_a_step_whose_weights_are_gone_is_made_again(copy: Copy) -> None:
+    """As where a collector took them between the log's record and the look, and the run ended there."""
+    used, model = copy.used("train", 1), copy.manifest("train", 1).facts["model"]["adapter"]
+    (copy.folder / "store" / layout.checkpoint_index(model)).unlink()
+    with pytest.raises(TransientError, match=f"attempt 0 of step train .{used.key[:12]}. was voided or collected"):
+        copy.resume()
+    assert (1, "train", False) in copy.resume()
     assert verify(copy.store, copy.run_id, deep=True).faults == ()
 
 
