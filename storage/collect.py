@@ -24,6 +24,7 @@ import re
 import secrets
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ from storage.attempt import Attempt
 from storage.backend import NotFoundError
 from storage.claim import Claims, is_held, read_claim
 from storage.digest import canonical_json, digest_json
-from storage.errors import CorruptArtifactError
+from storage.errors import CorruptArtifactError, StarwheelError
 from storage.hold import is_removed
 from storage.lease import Lease
 from storage.marks import clear, mark
@@ -221,23 +222,32 @@ def _delete_all(store: Store, made: Collection) -> None:
     where = layout.collector(secrets.token_hex(8))
     held = Lease(backend, where)
     held.start()
+    marks: set[str] = set()
     try:
-        _delete_attempts(store, [one for one in made.due if one.kind == "steps"], made, where)
-        _delete_checkpoints(store, [one for one in made.due if one.kind == "checkpoints"], made, where)
+        _delete_attempts(store, [one for one in made.due if one.kind == "steps"], made, where, marks)
+        _delete_checkpoints(store, [one for one in made.due if one.kind == "checkpoints"], made, where, marks)
         for one in made.due:
             if one.kind == "runs":
                 _delete_run(backend, one)
                 made.deleted.append(one)
     finally:
         held.release()
-        backend.delete(where)
+        if not marks:  # else it tells that the marks left are nobody's, until `clear` takes them away
+            backend.delete(where)
 
 
-def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
+def _unmark(backend: Backend, marks: set[str]) -> None:
+    """Take marks back; one that can't be stays in the set and keeps no other from being taken back."""
+    for one in sorted(marks):
+        with suppress(OSError, StarwheelError):
+            backend.delete(one)
+            marks.discard(one)
+
+
+def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, where: str, marks: set[str]) -> None:
     """Mark them, read the logs again, void what no log names, then delete it: the manifest first."""
     backend = store.backend
     claims: list[Claims] = []
-    marks: list[str] = []
     try:
         for one in due:
             key, number = _attempt(one)
@@ -246,8 +256,8 @@ def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, w
                 if (other := _claim(backend, claims[-1], key)) is not None:
                     made.spared[one.name] = f"{other} computes it"
                     continue
-            marks.append(layout.collecting_step(key, number))
-            mark(backend, marks[-1], holder_lease=where)
+            marks.add(layout.collecting_step(key, number))
+            mark(backend, layout.collecting_step(key, number), holder_lease=where)
         marked = [one for one in due if one.name not in made.spared]
         named = read_names(store).attempts if marked else frozenset()
         for one in marked:
@@ -260,8 +270,7 @@ def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, w
             _delete(backend, sorted(one.keys, key=lambda name: (not name.endswith("/manifest.json"), name)))
             made.deleted.append(one)
     finally:
-        for one_mark in marks:
-            backend.delete(one_mark)
+        _unmark(backend, marks)
         for claim in claims:
             claim.release()
 
@@ -280,12 +289,13 @@ def _claim(backend: Backend, claims: Claims, key: str) -> str | None:
     return None
 
 
-def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
+def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection, where: str, marks: set[str]) -> None:
     """Mark them, look for names and for work in progress again, delete the index first."""
     backend = store.backend
     digests = {one: one.name.split("/")[1] for one in due}
     try:
         for digest in digests.values():
+            marks.add(layout.collecting(digest))
             mark(backend, layout.collecting(digest), holder_lease=where)
         # In this order: who held a claim and let go of it before the first look has logged what it made by the second.
         working = _working(backend) if due else None
@@ -303,8 +313,7 @@ def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection
             _delete(backend, sorted(one.keys, key=lambda name: (name != first, name)))
             made.deleted.append(one)
     finally:
-        for digest in digests.values():
-            backend.delete(layout.collecting(digest))
+        _unmark(backend, marks)
 
 
 def _named_unused(store: Store, used: frozenset[tuple[str, int]]) -> dict[str, str]:

@@ -9,12 +9,14 @@ from orchestrators import QUICK
 from test_collect import KEY, OTHER, remove, run_that_used, weights
 from turns import Side
 
-from storage import layout, lease, record
+from storage import holder, layout, lease, record
 from storage.collect import Collection, collect
-from storage.errors import TransientError
+from storage.errors import StoreError, TransientError
+from storage.local import LocalBackend
 from storage.store import Store, open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from storage.manifest import Manifest
@@ -145,3 +147,47 @@ def test_who_uses_weights_waits_for_the_collector_that_marked_them(store: Store,
         store.stays(KEY, 0)
     store.backend.delete(layout.collecting(digest))
     assert store.stays(KEY, 0)
+
+
+def test_marks_of_a_collector_that_could_not_take_them_back_hold_nobody_up(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletes of marks fail; then the machine is another one, where nobody can look for the collector's process."""
+    folders = [weights(tmp_path / str(number), number) for number in range(2)]
+    digests = [store.put_checkpoint(folder).digest for folder in folders]
+    for key, digest in zip((KEY, OTHER), digests, strict=True):
+        base(store, key, digest)
+    gc(store)
+    for key in (KEY, OTHER):  # used just now: marked, spared and unmarked
+        run_that_used(store, "run", key)
+    stuck = {layout.collecting_step(KEY, 0), layout.collecting(digests[0])}
+
+    class Stuck(LocalBackend):
+        """A store that refuses to delete some objects, and shows no log at the first look."""
+
+        blind = True
+
+        def delete(self, key: str) -> None:
+            if key in stuck:
+                raise StoreError(f"{key} is denied")
+            super().delete(key)
+
+        def folders(self, prefix: str) -> Iterator[str]:
+            blind, self.blind = self.blind, False
+            return iter(()) if blind else super().folders(prefix)
+
+    found = gc(Store(Stuck(tmp_path / "store"), store.cache))
+    assert len(found.spared) == 4
+    left = set(store.backend.list(layout.COLLECTOR))
+    assert {one for one in left if "lease" not in one and "plan" not in one} == stuck
+
+    monkeypatch.setattr("storage.holder._machine", lambda: "another boot")
+    holder._name.cache_clear()
+    try:
+        assert store.settled(KEY, 0)
+        stuck.discard(layout.collecting_step(KEY, 0))
+        assert stuck < {one for one in store.backend.list(layout.COLLECTOR) if "plan" not in one}
+        gc(store)
+        assert not [one for one in store.backend.list(layout.COLLECTOR) if "plan" not in one]
+    finally:
+        holder._name.cache_clear()
