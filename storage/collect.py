@@ -15,7 +15,8 @@ in use is lost doesn't rest on it:
   and looks for live claims and then for names. That rests on a beat, so it only spares work: whoever logs a step looks
   for the marks and the files of its weights too (`Store.stays`), and a step whose weights are gone is voided.
 
-A log, pin or manifest that can't be read might name anything: then nothing is deleted.
+A log, pin or manifest that can't be read might name anything: then the pass stops. Of a run that is removed only the
+last record is read, so that removing a run whose log is damaged mends it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from storage.backend import NotFoundError
 from storage.claim import Claims, is_held, read_claim
 from storage.digest import canonical_json, digest_json
 from storage.errors import CorruptArtifactError, StarwheelError
-from storage.hold import is_removed
 from storage.lease import Lease
 from storage.marks import clear, mark
 from storage.refs import all_refs
@@ -128,10 +128,15 @@ def read_names(store: Store) -> Names:
     attempts: set[tuple[str, int]] = set()
     removed = []
     for run_id in store.runs():
-        if _is_removed(backend, run_id):
-            removed.append(run_id)
-            continue
-        records = store.run_log(run_id).records()
+        try:
+            if store.is_removed(run_id):
+                removed.append(run_id)
+                continue
+            records = store.run_log(run_id).records()
+        except CorruptArtifactError as error:
+            raise CorruptArtifactError(
+                f"{error}; gc deletes nothing before, or until `starwheel rm {run_id}`"
+            ) from None
         attempts |= {(one["key"], one["attempt"]) for one in records if one["kind"] == "step"}
     pins = all_refs(backend).values()
     attempts |= {(pin.key, pin.attempt) for pin in pins}
@@ -170,12 +175,6 @@ def _attempts(backend: Backend) -> dict[tuple[str, int], list[str]]:
         if number.isdecimal() and rest[0]:
             found[key, int(number)].append(one)
     return found
-
-
-def _is_removed(backend: Backend, run_id: str) -> bool:
-    """Look at the last record alone: of a removed run whose deletion was cut short the first may be gone."""
-    keys = sorted(backend.list(f"{layout.run_folder(run_id)}log/"))
-    return bool(keys) and is_removed([record.read(backend, keys[-1])[0]])
 
 
 def _digests(backend: Backend, key: str) -> set[str]:
