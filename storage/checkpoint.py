@@ -55,11 +55,7 @@ def put(backend: Backend, folder: Path) -> CheckpointRef:
     entries = [entry(path) for path in paths.values()]
     index = canonical_json({"files": [asdict(one) for one in entries]})
     digest = digest_bytes(index)
-    if settle(backend, layout.collecting(digest)) is Settled.SILENT:
-        raise TransientError(
-            f"a collector that fell silent was about to delete {backend.address(layout.checkpoint_index(digest))}; "
-            f"end it, remove {backend.address(layout.collecting(digest))} and resume"
-        )
+    _settle(backend, digest)
     for one in entries:
         key = layout.checkpoint(digest, one.name)
         backend.put_file(key, paths[one.name], sha256=one.sha256, read_back=True)
@@ -68,6 +64,26 @@ def put(backend: Backend, folder: Path) -> CheckpointRef:
         backend.put(layout.checkpoint_index(digest), index)  # the name tells the content: other bytes are damage
     read_index(backend, digest)  # a damaged index must be an error here and not next week
     return CheckpointRef(digest=digest, bytes=sum(one.bytes for one in entries), files=tuple(paths))
+
+
+def stays(backend: Backend, digest: str) -> bool:
+    """Say whether a checkpoint whose name was just written down is there, all its files; it stays then.
+
+    A collector deletes the index first, but the files may have been found in their place, and the index stored, by one
+    whose claim fell silent meanwhile.
+    """
+    _settle(backend, digest)
+    if backend.size(layout.checkpoint_index(digest)) is None:
+        return False
+    return all(backend.size(layout.checkpoint(digest, one.name)) is not None for one in read_index(backend, digest))
+
+
+def _settle(backend: Backend, digest: str) -> None:
+    if settle(backend, layout.collecting(digest)) is Settled.SILENT:
+        raise TransientError(
+            f"a collector that fell silent was about to delete {backend.address(layout.checkpoint_index(digest))}; "
+            f"end it, remove {backend.address(layout.collecting(digest))} and resume"
+        )
 
 
 def fetch(backend: Backend, cache: ObjectCache, digest: str) -> Path:

@@ -1,4 +1,4 @@
-"""Delete what nothing names any more: steps that no log uses, weights that no such step names, removed runs.
+"""Delete what nothing names any more: steps that no log or pin uses, weights that no step names, removed runs.
 
 Two passes, at least a grace period apart: the first writes down what it would delete, the second deletes what is still
 unnamed and has not changed since. The grace rests on clocks and spares work that someone may still want; that nothing
@@ -10,10 +10,13 @@ in use is lost doesn't rest on it:
   decision (`storage/marks.py`). A void mark is never taken back and outlives what it was put on, so no manifest that
   comes late can name files that are gone.
 - An attempt without manifest may be in the making: it is voided under the step's claim, and not while that is held.
+- Weights that a manifest names which isn't void stay, whether a log names it or not: a new run may reuse that step.
 - Who makes a checkpoint holds a claim, looks for the mark then, and stores files and index. The collector marks first
-  and looks for live claims and then for names.
+  and looks for live claims and then for names. That rests on a beat, so it only spares work: whoever logs a step looks
+  for the marks and the files of its weights too (`Store.stays`), and a step whose weights are gone is voided.
 
-A log, pin or manifest that can't be read might name anything: then nothing is deleted.
+A log, pin or manifest that can't be read might name anything: then the pass stops. Of a run that is removed only the
+last record is read, so that removing a run whose log is damaged mends it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import re
 import secrets
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -31,14 +35,13 @@ from storage.attempt import Attempt
 from storage.backend import NotFoundError
 from storage.claim import Claims, is_held, read_claim
 from storage.digest import canonical_json, digest_json
-from storage.errors import CorruptArtifactError
-from storage.hold import is_removed
+from storage.errors import CorruptArtifactError, StarwheelError
 from storage.lease import Lease
 from storage.marks import clear, mark
 from storage.refs import all_refs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from storage.backend import Backend
     from storage.store import Store
@@ -83,8 +86,18 @@ class Collection:
     waiting: list[Candidate] = field(default_factory=list)
     due: list[Candidate] = field(default_factory=list)
     deleted: list[Candidate] = field(default_factory=list)
+    named: list[Candidate] = field(default_factory=list)  # of the due ones, found named at the second look
     spared: dict[str, str] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Hold what an earlier pass wrote down: names with their fingerprints; `age_s` is by both clocks."""
+
+    time: str
+    age_s: float
+    planned: dict[str, str]
 
 
 def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collection:
@@ -93,8 +106,8 @@ def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collecti
     found = candidates(backend, read_names(store))
     plans = dict(_plans(backend))
     made = Collection(bytes=_sizes(backend, found))
-    known = {(name, print_) for _, planned in plans.values() for name, print_ in planned.items()}
-    ripe = {pair for age, planned in plans.values() if age >= grace_s for pair in planned.items()}
+    known = {pair for plan in plans.values() for pair in plan.planned.items()}
+    ripe = {pair for plan in plans.values() if plan.age_s >= grace_s for pair in plan.planned.items()}
     for one in found:
         (made.due if (one.name, one.fingerprint) in ripe else made.waiting).append(one)
     if not delete:
@@ -104,10 +117,8 @@ def collect(store: Store, *, delete: bool, grace_s: float = GRACE_S) -> Collecti
     clear(backend)
     if made.due:
         _delete_all(store, made)
-    left = {one.name for one in found} - {one.name for one in made.deleted}
-    for key, (_, planned) in plans.items():
-        if not left & set(planned):
-            backend.delete(key)
+    gone = {one.name for one in (*made.deleted, *made.named)}
+    _forget(backend, plans, [one for one in found if one.name not in gone])
     return made
 
 
@@ -117,10 +128,15 @@ def read_names(store: Store) -> Names:
     attempts: set[tuple[str, int]] = set()
     removed = []
     for run_id in store.runs():
-        if _is_removed(backend, run_id):
-            removed.append(run_id)
-            continue
-        records = store.run_log(run_id).records()
+        try:
+            if store.is_removed(run_id):
+                removed.append(run_id)
+                continue
+            records = store.run_log(run_id).records()
+        except CorruptArtifactError as error:
+            raise CorruptArtifactError(
+                f"{error}; gc deletes nothing before, or until `starwheel rm {run_id}`"
+            ) from None
         attempts |= {(one["key"], one["attempt"]) for one in records if one["kind"] == "step"}
     pins = all_refs(backend).values()
     attempts |= {(pin.key, pin.attempt) for pin in pins}
@@ -161,12 +177,6 @@ def _attempts(backend: Backend) -> dict[tuple[str, int], list[str]]:
     return found
 
 
-def _is_removed(backend: Backend, run_id: str) -> bool:
-    """Look at the last record alone: of a removed run whose deletion was cut short the first may be gone."""
-    keys = sorted(backend.list(f"{layout.run_folder(run_id)}log/"))
-    return bool(keys) and is_removed([record.read(backend, keys[-1])[0]])
-
-
 def _digests(backend: Backend, key: str) -> set[str]:
     """Give everything in a manifest that could be a checkpoint's digest, whatever the step means by it."""
     try:
@@ -176,17 +186,28 @@ def _digests(backend: Backend, key: str) -> set[str]:
     return {one.decode() for one in _DIGEST.findall(canonical_json(fields))}
 
 
-def _plans(backend: Backend) -> Iterator[tuple[str, tuple[float, dict[str, str]]]]:
-    """Give the plans of earlier passes with their age in seconds by both clocks; damaged ones are as none."""
+def _plans(backend: Backend) -> Iterator[tuple[str, _Plan]]:
+    """Give the plans of earlier passes; damaged ones are as none."""
     for key in backend.list(layout.COLLECTOR):
         if not key.startswith(f"{layout.COLLECTOR}plan-"):
             continue
         try:
             fields, _ = record.read(backend, key)
             age = (datetime.now(UTC) - datetime.fromisoformat(fields["time"])).total_seconds()
-            yield key, (age, dict(fields["planned"]))
+            yield key, _Plan(fields["time"], age, dict(fields["planned"]))
         except (CorruptArtifactError, NotFoundError, KeyError, TypeError, ValueError):
             continue
+
+
+def _forget(backend: Backend, plans: Mapping[str, _Plan], left: Sequence[Candidate]) -> None:
+    """Take out of earlier plans what isn't left as it was: what is used meanwhile waits anew when it is let go."""
+    pairs = {(one.name, one.fingerprint) for one in left}
+    for key, plan in plans.items():
+        planned = {name: print_ for name, print_ in plan.planned.items() if (name, print_) in pairs}
+        if not planned:
+            backend.delete(key)
+        elif planned != plan.planned:
+            backend.put(key, record.encode({"time": plan.time, "planned": planned}))
 
 
 def _sizes(backend: Backend, found: Iterable[Candidate]) -> dict[str, int]:
@@ -200,23 +221,32 @@ def _delete_all(store: Store, made: Collection) -> None:
     where = layout.collector(secrets.token_hex(8))
     held = Lease(backend, where)
     held.start()
+    marks: set[str] = set()
     try:
-        _delete_attempts(store, [one for one in made.due if one.kind == "steps"], made, where)
-        _delete_checkpoints(store, [one for one in made.due if one.kind == "checkpoints"], made, where)
+        _delete_attempts(store, [one for one in made.due if one.kind == "steps"], made, where, marks)
+        _delete_checkpoints(store, [one for one in made.due if one.kind == "checkpoints"], made, where, marks)
         for one in made.due:
             if one.kind == "runs":
                 _delete_run(backend, one)
                 made.deleted.append(one)
     finally:
         held.release()
-        backend.delete(where)
+        if not marks:  # else it tells that the marks left are nobody's, until `clear` takes them away
+            backend.delete(where)
 
 
-def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
+def _unmark(backend: Backend, marks: set[str]) -> None:
+    """Take marks back; one that can't be stays in the set and keeps no other from being taken back."""
+    for one in sorted(marks):
+        with suppress(OSError, StarwheelError):
+            backend.delete(one)
+            marks.discard(one)
+
+
+def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, where: str, marks: set[str]) -> None:
     """Mark them, read the logs again, void what no log names, then delete it: the manifest first."""
     backend = store.backend
     claims: list[Claims] = []
-    marks: list[str] = []
     try:
         for one in due:
             key, number = _attempt(one)
@@ -225,21 +255,21 @@ def _delete_attempts(store: Store, due: Sequence[Candidate], made: Collection, w
                 if (other := _claim(backend, claims[-1], key)) is not None:
                     made.spared[one.name] = f"{other} computes it"
                     continue
-            marks.append(layout.collecting_step(key, number))
-            mark(backend, marks[-1], holder_lease=where)
+            marks.add(layout.collecting_step(key, number))
+            mark(backend, layout.collecting_step(key, number), holder_lease=where)
         marked = [one for one in due if one.name not in made.spared]
         named = read_names(store).attempts if marked else frozenset()
         for one in marked:
             key, number = _attempt(one)
             if (key, number) in named:
                 made.spared[one.name] = "a run or pin began to use it meanwhile"
+                made.named.append(one)
                 continue
             Attempt(key, number, backend, store.cache).void("nothing named it", "gc")
             _delete(backend, sorted(one.keys, key=lambda name: (not name.endswith("/manifest.json"), name)))
             made.deleted.append(one)
     finally:
-        for one_mark in marks:
-            backend.delete(one_mark)
+        _unmark(backend, marks)
         for claim in claims:
             claim.release()
 
@@ -258,26 +288,51 @@ def _claim(backend: Backend, claims: Claims, key: str) -> str | None:
     return None
 
 
-def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection, where: str) -> None:
+def _delete_checkpoints(store: Store, due: Sequence[Candidate], made: Collection, where: str, marks: set[str]) -> None:
     """Mark them, look for names and for work in progress again, delete the index first."""
     backend = store.backend
     digests = {one: one.name.split("/")[1] for one in due}
     try:
         for digest in digests.values():
+            marks.add(layout.collecting(digest))
             mark(backend, layout.collecting(digest), holder_lease=where)
         # In this order: who held a claim and let go of it before the first look has logged what it made by the second.
         working = _working(backend) if due else None
-        named = read_names(store).checkpoints if due else frozenset()
+        names = read_names(store) if due else Names(frozenset(), frozenset(), ())
+        unused = _named_unused(store, names.attempts) if due else {}
         for one, digest in digests.items():
-            if digest in named or working is not None:
-                made.spared[one.name] = f"{working} may be making it" if working else "a step names it meanwhile"
+            if digest in names.checkpoints:
+                made.spared[one.name] = "a step names it meanwhile"
+                made.named.append(one)
+                continue
+            if working is not None or digest in unused:
+                made.spared[one.name] = f"{working} may be making it" if working else unused[digest]
                 continue
             first = layout.checkpoint_index(digest)
             _delete(backend, sorted(one.keys, key=lambda name: (name != first, name)))
             made.deleted.append(one)
     finally:
-        for digest in digests.values():
-            backend.delete(layout.collecting(digest))
+        _unmark(backend, marks)
+
+
+def _named_unused(store: Store, used: frozenset[tuple[str, int]]) -> dict[str, str]:
+    """Give what the manifests name that count though nothing uses them, with the reason to keep it.
+
+    A run may reuse such a step until it is void; its weights go with it, not before.
+    """
+    backend = store.backend
+    several = [
+        (key, number)
+        for (key, number), keys in _attempts(backend).items()
+        if (key, number) not in used and layout.manifest(key, number) in keys and layout.void(key, number) not in keys
+    ]
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = pool.map(lambda one: _digests(backend, layout.manifest(*one)), several)
+        return {
+            digest: f"step {key[:12]}, which counts, names it"
+            for (key, _), digests in zip(several, found, strict=True)
+            for digest in digests
+        }
 
 
 def _working(backend: Backend) -> str | None:

@@ -63,6 +63,12 @@ class Manifest:
     nonce: str
     created: str
 
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Give the digests of the weights that a step says to have made (`facts.model`)."""
+        model = self.facts.get("model", {})
+        return tuple(one for one in (model.get("base"), model.get("adapter")) if one is not None)
+
     def artifact(self, name: str) -> Artifact:
         """Return an artifact by name, or raise StoreError naming those there are."""
         if name not in self.artifacts:

@@ -47,23 +47,47 @@ def settle(backend: Backend, where: str) -> Settled:
         if watch is None:
             return Settled.SILENT
         if watch.look() is Life.GONE:
-            if not watch.surely_gone:
+            if not (watch.surely_gone or _let_go(backend, data)):
                 return Settled.SILENT
             backend.delete(where)
         time.sleep(lease.PACE.look_s)
 
 
 def clear(backend: Backend) -> None:
-    """Take away all marks whose collectors surely are no more; lists them."""
-    for where in list(backend.list(layout.COLLECTOR)):
-        if not where.startswith((f"{layout.COLLECTOR}step-", f"{layout.COLLECTOR}checkpoint-")):
-            continue
+    """Take away all marks whose collectors surely are no more or ended, and then such ends' leases; lists them."""
+    several = list(backend.list(layout.COLLECTOR))
+    marks = [one for one in several if one.startswith((f"{layout.COLLECTOR}step-", f"{layout.COLLECTOR}checkpoint-"))]
+    left = False
+    for where in marks:
         try:
-            gone = is_gone(of_record(record.read(backend, where)[0]))
-        except StoreError:
+            data = record.read(backend, where)[1]
+        except NotFoundError:
             continue
-        if gone:
+        except StoreError:
+            left = True
+            continue
+        if is_gone(of_record(record.decode(data, where))) or _let_go(backend, data):
             backend.delete(where)
+        else:
+            left = True
+    for where in several:
+        if not left and where.startswith(f"{layout.COLLECTOR}lease-") and _is_released(backend, where):
+            backend.delete(where)
+
+
+def _let_go(backend: Backend, data: bytes) -> bool:
+    """Say whether the collector of a mark ended without taking it back: it released its lease and deletes no more."""
+    try:
+        return _is_released(backend, layout.key(record.decode(data, "a mark")["lease"]))
+    except (StoreError, KeyError, TypeError):
+        return False
+
+
+def _is_released(backend: Backend, where: str) -> bool:
+    try:
+        return record.read(backend, where)[0].get("released") is True
+    except StoreError:
+        return False
 
 
 def _watch(backend: Backend, where: str, data: bytes) -> Watch | None:

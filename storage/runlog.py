@@ -88,6 +88,21 @@ class RunLog:
                 self.stop_if_fenced()
             return self._records[-1]
 
+    def close_damaged(self, **fields: Any) -> None:
+        """Put a last record behind a log that can't be read, into which its holder's next append runs; lists it."""
+        taken = True
+        while taken:
+            last = max(self._backend.list(f"{layout.run_folder(self._run_id)}log/"))
+            data = self._backend.get(last)
+            try:
+                epoch = 1 + int(record.decode(data, last)["epoch"])
+            except (StoreError, KeyError):
+                epoch = 1
+            seq = 1 + int(last.rpartition("/")[2].removesuffix(".json"))
+            words = {"nonce": secrets.token_hex(16), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            mine = {"kind": "closed", "epoch": epoch, "seq": seq, "prev": digest_bytes(data), **words, **fields}
+            taken = not self._backend.put_new(layout.log(self._run_id, seq), record.encode(mine))
+
     def _write(self, fields: dict[str, Any]) -> bool:
         """Try to put a record at the next place; whose record is there is told by its nonce, not by the answer."""
         seq, nonce = len(self._records), secrets.token_hex(16)

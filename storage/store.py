@@ -17,6 +17,7 @@ from storage.attempt import Attempt, read_files
 from storage.backend import NotFoundError
 from storage.cache import ObjectCache
 from storage.errors import StoreError
+from storage.hold import is_removed
 from storage.local import LocalBackend
 from storage.marks import Settled, settle
 from storage.probe import probe
@@ -87,7 +88,20 @@ class Store:
         The order is what the collector relies on (`storage/collect.py`): first the log, then the look.
         """
         log.append("step", **fields)
-        return self.settled(fields["key"], fields["attempt"])
+        return self.stays(fields["key"], fields["attempt"])
+
+    def stays(self, key: str, number: int) -> bool:
+        """Say whether an attempt that a log names counts and is there to stay, the weights that it made too.
+
+        It is voided where its weights are gone, so that it is made again; TransientError where that isn't decided.
+        """
+        found = self.manifest_of(key, number) if self.settled(key, number) else None
+        if found is None:
+            return False
+        if not all(checkpoint.stays(self.backend, digest) for digest in found.checkpoints):
+            self._attempt(key, number).void("its weights were collected", "settle")
+            return False
+        return True
 
     def settled(self, key: str, number: int) -> bool:
         """Say whether an attempt that was just named somewhere counts, and stays for as long as it is named.
@@ -175,6 +189,11 @@ class Store:
     def runs(self) -> list[str]:
         """List the ids of all runs, by name and then by time."""
         return [run_id for run_id in self.backend.folders(layout.RUNS) if _is_name(run_id)]
+
+    def is_removed(self, run_id: str) -> bool:
+        """Say whether a run is removed, by the last record alone: the first may be damaged, or deleted already."""
+        keys = sorted(self.backend.list(f"{layout.run_folder(run_id)}log/"))
+        return bool(keys) and is_removed([record.read(self.backend, keys[-1])[0]])
 
     def put_report(self, run_id: str, name: str, content: bytes) -> None:
         """Store a file of a run's report; one that is there already stays."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from configs.run import RunConfig, key_part
 from storage.errors import DataError, StoreError
+from storage.hold import REMOVED
 from tasks.differences import Known, differences
 from tasks.history import History, Used, manifest_of, read_history
 from tasks.judge import prompts
@@ -147,12 +148,12 @@ def named_run(store: Store, run_id: str) -> list[History]:
 
 
 def readable(store: Store, runs: Iterable[str]) -> list[History]:
-    """Give the first of some runs that used a step and that this version can read; none where there is none."""
+    """Give the first of some runs, not removed, that used a step and that this version can read; none if none did."""
     for run_id in runs:
         try:
             history = read_history(store, run_id)
         except StoreError:
             continue
-        if history.used:
+        if history.used and history.state != REMOVED:
             return [history]
     return []

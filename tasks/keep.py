@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from storage.errors import DataError
+from storage.errors import CorruptArtifactError, DataError, StoreError
 from storage.hold import CLOSED, REMOVED, take_run
 from storage.refs import Pin
 from tasks.history import manifest_of, metric, read_history
@@ -59,14 +59,23 @@ def best_checkpoint(store: Store, run_id: str) -> int:
 
 def summary(store: Store, run_id: str) -> str:
     """Say in a few words what a removal takes away."""
-    history = read_history(store, run_id)
+    try:
+        history = read_history(store, run_id)
+    except StoreError:
+        return "which can't be read"
     return f"{history.state}, {len(history.used)} steps, {len(_checkpoints(history))} checkpoints"
 
 
 def remove(store: Store, run_id: str, *, tell: Callable[[str], None]) -> None:
     """Close a run for good; HeldError where it is held.
 
-    The log's last record says so and fences a holder that comes back. Nothing is deleted: the collector does that.
+    The log's last record says so and fences a holder that comes back. Nothing is deleted: the collector does that. The
+    record is put behind a damaged log too, which tells of no holder: the next append of one that lives runs into it.
     """
-    log = take_run(store, run_id, tell=tell, code_version=version("starwheel"))
+    try:
+        log = take_run(store, run_id, tell=tell, code_version=version("starwheel"))
+    except CorruptArtifactError as error:
+        tell(f"{error}; the run is removed all the same")
+        store.run_log(run_id).close_damaged(outcome=REMOVED)
+        return
     log.append(CLOSED, outcome=REMOVED)

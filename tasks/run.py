@@ -84,15 +84,21 @@ class Run:
             if _use(use) in self._shown:
                 return
             self._shown.add(_use(use))
-            if _use(use) not in self._logged:
-                self._use(use)
+            self._use(use)
             self.show_step(event)
         self._listen(event)
 
     def _use(self, use: Mapping[str, Any]) -> None:
-        """Log a step; TransientError where it counts no more by then."""
-        counts = self._context.store.use(self._log, **use)
-        self._logged.add(_use(use))
+        """Log a step, once; TransientError where it counts no more by then.
+
+        A holder before may have ended between the record and the look, so that is looked at which is logged, too.
+        """
+        store = self._context.store
+        if _use(use) in self._logged:
+            counts = store.stays(use["key"], use["attempt"])
+        else:
+            counts = store.use(self._log, **use)
+            self._logged.add(_use(use))
         if not counts:
             raise TransientError(
                 f"attempt {use['attempt']} of step {use['step']} ({use['key'][:12]}) was voided or collected just now; "

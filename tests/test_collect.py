@@ -57,7 +57,8 @@ def weights(folder: Path, number: int) -> Path:
 
 
 def commit(store: Store, key: str, checkpoint: str = "") -> Manifest:
-    parts: dict[str, Any] = {"inputs": {}, "key_parts": {}, "counts": {}, "facts": {"checkpoint": checkpoint}}
+    facts = {"model": {"base": checkpoint, "adapter": None}} if checkpoint else {}
+    parts: dict[str, Any] = {"inputs": {}, "key_parts": {}, "counts": {}, "facts": facts}
     return store.attempt(key).commit(step="s", version=1, tables={"judgments": judgments(3)}, **parts)
 
 
@@ -81,9 +82,9 @@ def whole(store: Store, key: str, number: int) -> bool:
     if manifest is None or not store.counts(key, number):
         return False
     objects = manifest_objects(manifest)
-    if manifest.facts.get("checkpoint"):
+    for digest in manifest.checkpoints:
         try:
-            objects += checkpoint_objects(store, manifest.facts["checkpoint"])
+            objects += checkpoint_objects(store, digest)
         except StoreError:
             return False
     return not damaged(store, objects, deep=True)
@@ -352,7 +353,7 @@ def compute(store: Store) -> int:
         attempt = store.attempt(OTHER)
         attempt.plan(["p1"], 1)
         shard = attempt.commit_shard(0, {"judgments": judgments(1)}, {})
-        parts: dict[str, Any] = {"inputs": {}, "key_parts": {}, "counts": {}, "facts": {"checkpoint": ""}}
+        parts: dict[str, Any] = {"inputs": {}, "key_parts": {}, "counts": {}, "facts": {}}
         made = attempt.commit(step="s", version=1, shards=[shard], **parts)
         if not store.use(log, key=OTHER, attempt=made.attempt):
             raise TransientError("voided")

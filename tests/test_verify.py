@@ -7,18 +7,22 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
 import small
 from click.testing import CliRunner
 from finished import finish
 
+from flows.arguments import find_run
 from flows.cli import cli, main
 from flows.iteration import star
 from flows.printed import print_follows
-from storage import record
-from storage.errors import StoreError
+from storage import layout, record
+from storage.errors import StoreError, TransientError
 from storage.store import open_store
+from tasks.earlier import readable
 from tasks.history import read_history
+from tasks.keep import remove
 from tasks.run import Run, open_run
 from tasks.verify import not_counting, verify
 
@@ -225,6 +229,16 @@ def test_weights_that_are_made_again_mend_the_stored_ones(copy: Copy, kind: str,
     assert verify(copy.store, copy.run_id, deep=True).faults == ()
 
 
+def test_a_step_whose_weights_are_gone_is_made_again(copy: Copy) -> None:
+    """As where a collector took them between the log's record and the look, and the run ended there."""
+    used, model = copy.used("train", 1), copy.manifest("train", 1).facts["model"]["adapter"]
+    (copy.folder / "store" / layout.checkpoint_index(model)).unlink()
+    with pytest.raises(TransientError, match=f"attempt 0 of step train .{used.key[:12]}. was voided or collected"):
+        copy.resume()
+    assert (1, "train", False) in copy.resume()
+    assert verify(copy.store, copy.run_id, deep=True).faults == ()
+
+
 def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code: Any = 0
     try:
@@ -273,7 +287,8 @@ def test_pin_rm_and_gc_by_their_commands(copy: Copy, capsys: pytest.CaptureFixtu
     assert out.splitlines()[0].startswith(f"{copy.run_id}-best is checkpoint ")
     assert out.splitlines()[1] == f"{copy.run_id} is removed; `starwheel gc --yes` deletes what nothing else uses"
     assert read_history(copy.store, copy.run_id).state == "removed"
-    code, _, told = called(capsys, "resume", "last", *store)
+    assert "no run is named last" in called(capsys, "resume", "last", *store)[2]
+    code, _, told = called(capsys, "resume", copy.run_id, *store)
     assert code == 2
     assert "was removed; start a new run" in told
 
@@ -291,6 +306,32 @@ def test_pin_rm_and_gc_by_their_commands(copy: Copy, capsys: pytest.CaptureFixtu
     best = copy.store.backend.folders("refs/")
     assert set(best) == {"judge", f"{copy.run_id}-best"}
     assert len(left) <= 2
+
+
+def test_a_run_with_a_damaged_log_can_be_removed(copy: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stops the collector until then; afterwards nothing takes it for the last run, or to compare with."""
+    store = ("--store", copy.url)
+    other = copy.store.create_run("other", {}, code_version="test")
+    flip(copy.folder / "store" / layout.log(copy.run_id, 1))
+    code, _, told = called(capsys, "gc", "--yes", *store)
+    assert code == 2
+    assert f"gc deletes nothing before, or until `starwheel rm {copy.run_id}`" in told
+    assert called(capsys, "rm", copy.run_id, "--yes", *store)[0] == 0
+    for _ in range(2):
+        code, _, _ = called(capsys, "gc", "--yes", "--grace", "0", *store)
+        assert code == 0
+    assert copy.store.runs() == [other]
+
+
+def test_a_removed_run_is_not_the_last_one_and_nothing_is_compared_with_it(copy: Copy) -> None:
+    other = copy.store.create_run("zzz", {}, code_version="test")
+    assert readable(copy.store, [copy.run_id])[0].run_id == copy.run_id
+    remove(copy.store, copy.run_id, tell=lambda _: None)
+    assert readable(copy.store, [copy.run_id]) == []
+    assert find_run(copy.store, "last") == other
+    remove(copy.store, other, tell=lambda _: None)
+    with pytest.raises(click.UsageError, match="no run is named last"):
+        find_run(copy.store, "last")
 
 
 def test_a_run_that_is_held_is_neither_resumed_nor_removed(
