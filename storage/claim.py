@@ -111,14 +111,15 @@ class Claims:
             other = None if found is None else _parse(key, found)
             if other is not None and not self._is_stale(other):
                 return other
-            if found is not None:  # of this run's own holder before, or no claim at all
+            if found is not None:  # left behind by this run, or no claim at all
                 self._delete(key, found)
         with self._lock:
             self._held[key] = data
         return None
 
     def _is_stale(self, other: Claimed) -> bool:
-        return other.run_id == self._run_id and other.epoch < self._epoch
+        """Say whether a claim is of this run before it was taken over, or of this holder, who has let go of it."""
+        return other.lease == self._lease or (other.run_id == self._run_id and other.epoch < self._epoch)
 
     def _record(self) -> bytes:
         words = {"nonce": secrets.token_hex(16), "time": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,9 @@ from outer import results
 from flows.iteration import star
 from storage import layout, lease
 from storage.claim import Claims, read_claim
+from storage.errors import StoreError
 from storage.lease import Lease
+from storage.local import LocalBackend
 from storage.store import Store, open_store
 from tasks.run import create_run
 
@@ -54,6 +57,23 @@ def start(store: Store, tmp_path: Path) -> Iterator[Start]:
     yield begin
     for one in made:
         one.kill()
+
+
+class Flaky(LocalBackend):
+    """A store that refuses to delete for a while."""
+
+    refuses = False
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        self.refuses = True
+        yield
+        self.refuses = False
+
+    def delete(self, key: str) -> None:
+        if self.refuses:
+            raise StoreError("403")
+        super().delete(key)
 
 
 class Holder:
@@ -115,6 +135,30 @@ def test_a_claim_of_the_same_run_before_it_was_taken_over_is_none(store: Store) 
             assert claim is not None
             assert claim.epoch == 2
         assert read_claim(store.backend, "a") is None
+
+
+def test_a_claim_that_its_own_holder_could_not_let_go_of_is_none(tmp_path: Path) -> None:
+    """It beats by the lease of this very process, which lives: who waited for it would wait for itself."""
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "mine") as claims:
+        assert claims.claim(["a"]) is None
+        with flaky.down():
+            claims.release()
+        assert read_claim(flaky, "a") is not None
+        assert claims.claim(["a"]) is None
+    assert read_claim(flaky, "a") is None
+
+
+def test_two_who_are_no_runs_take_nothing_from_each_other(tmp_path: Path) -> None:
+    """Two collectors have the same name and epoch, and a lease each."""
+    backend = open_store(str(tmp_path / "store")).backend
+    first = Claims(backend, "gc", 0, layout.collector("1"))
+    second = Claims(backend, "gc", 0, layout.collector("2"))
+    assert first.claim(["a"]) is None
+    other = second.claim(["a"])
+    assert other is not None
+    assert other.lease == layout.collector("1")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00garbage", b'{"run": "../../x", "epoch": 1}'])
