@@ -20,10 +20,11 @@ from storage.errors import HeldError
 from storage.hold import take_run, wait_until_free
 from storage.holder import is_gone, this_process
 from storage.lease import Lease, Life, Watch
+from storage.local import LocalBackend
 from storage.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from conftest import Raw
 
@@ -288,3 +289,35 @@ def test_of_this_very_process_it_is_known_whether_it_holds(store: Store) -> None
     refused(store)
     held.release()
     assert follow(store)[:2] == (2, [])
+
+
+class Failing(LocalBackend):
+    """A shared folder that loses its files for a while."""
+
+    fails = 0
+
+    def put(self, key: str, data: bytes) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        super().put(key, data)
+
+
+def test_a_holder_beats_on_after_an_error_of_the_disk(tmp_path: Path) -> None:
+    backend = Failing(tmp_path / "store")
+    held = Lease(backend, "lease")
+    held.start()
+    try:
+        backend.fails = 3
+        until(lambda: backend.fails == 0)
+        before = backend.get("lease")
+        until(lambda: backend.get("lease") != before)
+    finally:
+        held.release()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
