@@ -17,8 +17,8 @@ from outer import results
 
 from flows.iteration import star
 from storage import layout, lease
-from storage.claim import Claims, read_claim
-from storage.errors import StoreError
+from storage.claim import Claimed, Claims, read_claim
+from storage.errors import CommitUnknownError, StoreError
 from storage.lease import Lease
 from storage.local import LocalBackend
 from storage.store import Store, open_store
@@ -60,9 +60,10 @@ def start(store: Store, tmp_path: Path) -> Iterator[Start]:
 
 
 class Flaky(LocalBackend):
-    """A store that refuses to delete for a while."""
+    """A store that refuses to delete for a while, and stores what is new without an answer."""
 
     refuses = False
+    refused = 0
 
     @contextmanager
     def down(self) -> Iterator[None]:
@@ -72,8 +73,15 @@ class Flaky(LocalBackend):
 
     def delete(self, key: str) -> None:
         if self.refuses:
+            self.refused += 1
             raise StoreError("403")
         super().delete(key)
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        created = super().put_new(key, data)
+        if self.refuses and created:
+            raise CommitUnknownError("503")
+        return created
 
 
 class Holder:
@@ -148,6 +156,65 @@ def test_a_claim_that_its_own_holder_could_not_let_go_of_is_none(tmp_path: Path)
         assert read_claim(flaky, "a") is not None
         assert claims.claim(["a"]) is None
     assert read_claim(flaky, "a") is None
+
+
+def test_a_silent_store_ends_no_session_and_is_asked_once(tmp_path: Path) -> None:
+    """A claim is advisory: what can't be claimed is computed all the same, and each call may take minutes."""
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "mine") as claims:
+        assert claims.claim(["a", "b", "c"]) is None
+        claims.done("a")
+        claims.done("b")
+        with flaky.down():
+            claims.follow("d")
+            claims.release()
+            assert flaky.refused == 1
+        claims.follow("e")
+        assert [key for key in "abcde" if read_claim(flaky, key) is not None] == ["e"]
+
+
+def test_a_session_goes_on_that_cannot_let_go(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "mine") as claims:
+        assert claims.claim(["a", "b"]) is None
+        claims.done("a")
+        with flaky.down():
+            claims.follow("b")
+        assert flaky.refused == 1
+        assert read_claim(flaky, "a") is not None
+        claims.follow("b")
+        assert read_claim(flaky, "a") is None
+
+
+def test_who_waits_lets_go_of_what_the_store_kept(tmp_path: Path) -> None:
+    """Else two who wait for each other's leftovers would wait for ever, since both beat."""
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "one") as one, Holder(store, "two") as two:
+        assert one.claim(["a"]) is None
+        assert two.claim(["b"]) is None
+        with flaky.down():
+            one.release()
+            two.release()
+            first, second = one.claim(["b"]), two.claim(["a"])
+        assert first is not None
+        assert second is not None
+
+        def go_on(claims: Claims, other: Claimed) -> None:
+            claims.wait(other)
+            assert claims.claim([other.key]) is None
+
+        waiting = [
+            threading.Thread(target=go_on, args=(one, first), daemon=True),
+            threading.Thread(target=go_on, args=(two, second), daemon=True),
+        ]
+        for each in waiting:
+            each.start()
+        for each in waiting:
+            each.join(30)
+        assert not any(each.is_alive() for each in waiting)
 
 
 def test_two_who_are_no_runs_take_nothing_from_each_other(tmp_path: Path) -> None:
