@@ -25,7 +25,7 @@ from storage.holder import Holder, of_record, this_process
 from storage.lease import Life, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from storage.backend import Backend
 
@@ -68,12 +68,18 @@ class Claims:
                 return other
         return None
 
-    def wait(self, other: Claimed) -> None:
-        """Wait until a claim is released or its holder is gone, whose claim is then taken away."""
+    def wait(self, other: Claimed, look: Callable[[], None] = lambda: None) -> None:
+        """Wait until a claim is released or its holder is gone, whose claim is then taken away.
+
+        `look` is called before each look and may end the wait by an error.
+        """
         with self._lock:
             assert not self._held, "who waits for a claim holds none"
         watch = Watch(self._backend, other.lease, other.holder)
-        while self._read(other.key) == other.data:
+        while True:
+            look()
+            if self._read(other.key) != other.data:
+                return
             self._sweep()  # else two who wait could wait for what the other has let go of
             if watch.look() is Life.GONE:
                 self._delete(other.key, other.data)

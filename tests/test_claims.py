@@ -18,7 +18,7 @@ from outer import results
 from flows.iteration import star
 from storage import layout, lease
 from storage.claim import Claimed, Claims, read_claim
-from storage.errors import CommitUnknownError, StoreError
+from storage.errors import CommitUnknownError, FencedError, StoreError
 from storage.lease import Lease
 from storage.local import LocalBackend
 from storage.store import Store, open_store
@@ -291,6 +291,21 @@ def test_runs_that_want_overlapping_steps_all_end(tmp_path: Path) -> None:
         assert sum(pool.map(work, range(4), timeout=240)) == 4
     assert twice == []
     assert all(read_claim(store.backend, key) is None for key in "abcd")
+
+
+def test_a_run_that_waits_stops_when_it_is_taken_over(tmp_path: Path) -> None:
+    described = small.config(tmp_path)
+    store, run = small.start(described)
+
+    def heard(event: Any) -> None:
+        if event["event"] == "waiting":
+            store.run_log(run.run_id).open()  # as one who saw it stand still
+
+    run._listen = heard
+    with Holder(store, "other") as claims, run:
+        assert claims.claim(["a"]) is None
+        with pytest.raises(FencedError, match=f"run {run.run_id} was taken over"), run._alone(["a"]):
+            pass
 
 
 @pytest.mark.parametrize("runs", [2, 3])
