@@ -25,7 +25,7 @@ from storage.holder import Holder, of_record, this_process
 from storage.lease import Life, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from storage.backend import Backend
 
@@ -55,23 +55,32 @@ class Claims:
         self._backend, self._run_id, self._epoch = backend, run_id, epoch
         self._lease = lease or layout.lease(run_id, epoch)
         self._held: dict[str, bytes] = {}
+        self._let_go: dict[str, bytes] = {}  # of these the store may still keep the claim
         self._done: set[str] = set()
         self._lock = threading.RLock()
 
     def claim(self, keys: Iterable[str]) -> Claimed | None:
         """Claim all of the steps or none; give who has one of them."""
+        self._sweep()
         for key in sorted(set(keys) - set(self._held)):
             if (other := self._claim(key)) is not None:
                 self.release()
                 return other
         return None
 
-    def wait(self, other: Claimed) -> None:
-        """Wait until a claim is released or its holder is gone, whose claim is then taken away."""
+    def wait(self, other: Claimed, look: Callable[[], None] = lambda: None) -> None:
+        """Wait until a claim is released or its holder is gone, whose claim is then taken away.
+
+        `look` is called before each look and may end the wait by an error.
+        """
         with self._lock:
             assert not self._held, "who waits for a claim holds none"
         watch = Watch(self._backend, other.lease, other.holder)
-        while self._read(other.key) == other.data:
+        while True:
+            look()
+            if self._read(other.key) != other.data:
+                return
+            self._sweep()  # else two who wait could wait for what the other has let go of
             if watch.look() is Life.GONE:
                 self._delete(other.key, other.data)
                 return
@@ -80,13 +89,18 @@ class Claims:
     def follow(self, key: str) -> None:
         """Claim one more step that is computed now whether it is free or not; let go of those that are done.
 
-        So there is no gap between one step of a session and the next into which another run could come.
+        So there is no gap between one step of a session and the next into which another run could come. A store that
+        is silent is let be: the session goes on without the claim.
         """
         with self._lock:
-            if key not in self._held:
-                self._claim(key)
-            for done in sorted(self._done & set(self._held)):
-                self._delete(done, self._held.pop(done))
+            try:
+                if key not in self._held:
+                    self._claim(key)
+            except StoreError:
+                return
+            for done in self._done & set(self._held):
+                self._let_go[done] = self._held.pop(done)
+            self._sweep()
 
     def done(self, key: str) -> None:
         """Note that a step is committed: its claim goes when another step follows, or with all others."""
@@ -94,31 +108,47 @@ class Claims:
             self._done.add(key)
 
     def release(self) -> None:
-        """Let go of all; a store that is silent is let be: the claims end with the lease."""
+        """Let go of all; what a silent store keeps goes at a later call, or ends with the lease."""
         with self._lock:
-            for key, data in list(self._held.items()):
-                self._held.pop(key)
+            self._let_go |= self._held
+            self._held.clear()
+            self._done.clear()
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what is let go of, up to the first that the store refuses: each refusal may take minutes."""
+        with self._lock:
+            for key, data in sorted(self._let_go.items()):
                 try:
                     self._delete(key, data)
                 except StoreError:
-                    continue
-            self._done.clear()
+                    return
+                del self._let_go[key]
 
     def _claim(self, key: str) -> Claimed | None:
         data = self._record()
-        while not self._backend.put_new(layout.claim(key), data):
+        while not self._put(key, data):
             found = self._read(key)
             other = None if found is None else _parse(key, found)
             if other is not None and not self._is_stale(other):
                 return other
-            if found is not None:  # of this run's own holder before, or no claim at all
+            if found is not None:  # left behind by this run, or no claim at all
                 self._delete(key, found)
         with self._lock:
             self._held[key] = data
         return None
 
+    def _put(self, key: str, data: bytes) -> bool:
+        try:
+            return self._backend.put_new(layout.claim(key), data)
+        except StoreError:  # it may be stored
+            with self._lock:
+                self._let_go[key] = data
+            raise
+
     def _is_stale(self, other: Claimed) -> bool:
-        return other.run_id == self._run_id and other.epoch < self._epoch
+        """Say whether a claim is of this run before it was taken over, or of this holder, who has let go of it."""
+        return other.lease == self._lease or (other.run_id == self._run_id and other.epoch < self._epoch)
 
     def _record(self) -> bytes:
         words = {"nonce": secrets.token_hex(16), "time": datetime.now(UTC).isoformat(timespec="seconds")}

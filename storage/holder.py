@@ -65,6 +65,8 @@ def is_gone(holder: Holder) -> bool:
     if not holder.machine or not holder.started or (holder.host, holder.machine) != (here.host, here.machine):
         return False
     state, started = _look(holder.pid)
+    if not started:  # none there, or its state can't be read: hidden, or no descriptor is left to read it by
+        return not _exists(holder.pid)
     return started != holder.started or state in _DEAD
 
 
@@ -76,10 +78,22 @@ def _machine() -> str:
 
 
 def _look(pid: int) -> tuple[str, str]:
-    """Give state and start of a process; both empty where there is none."""
+    """Give state and start of a process; both empty where they can't be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "", ""
     fields = stat.rpartition(")")[2].split()
     return fields[_STATE], fields[_STARTED]
+
+
+def _exists(pid: int) -> bool:
+    """Say whether a process has this id, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    else:
+        return True

@@ -100,7 +100,7 @@ class Lease:
             try:
                 self._write(number)
                 lost = self._lost()
-            except StoreError:  # a beat is missed; the next one may come through
+            except OSError:  # a beat is missed, whatever the store or its disk says; the next one may come through
                 continue
             if lost:
                 self._on_lost()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -70,7 +71,7 @@ class LocalBackend:
             except OSError as error:
                 raise _refused("write", path, error) from error
             finally:
-                temporary.unlink(missing_ok=True)
+                _discard(temporary)
         try:
             return created or self.get(key) == data
         except NotFoundError:  # taken then, deleted since
@@ -88,7 +89,7 @@ class LocalBackend:
             except OSError as error:
                 raise _refused("write", path, error) from error
             finally:
-                temporary.unlink(missing_ok=True)
+                _discard(temporary)
 
     def put_file(self, key: str, path: Path, *, sha256: str, read_back: bool) -> None:
         """Copy, hash the copy, then link it; a file of that name with other bytes is damaged and gets replaced."""
@@ -105,14 +106,17 @@ class LocalBackend:
             except OSError as error:
                 raise _refused("write", target, error) from error
             finally:
-                temporary.unlink(missing_ok=True)
+                _discard(temporary)
 
     def size(self, key: str) -> int | None:
         """Return the file's size."""
+        path = self._path(key)
         try:
-            return self._path(key).stat().st_size
+            return path.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise _refused("look at", path, error) from error
 
     def list(self, prefix: str) -> Iterator[str]:
         """Yield the files below a folder; names that the store could not have written are passed over."""
@@ -135,14 +139,21 @@ class LocalBackend:
         """Unlink the file."""
         path = self._path(key)
         with failpoint.around("delete", key):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise _refused("delete", path, error) from error
 
     def _path(self, key: str) -> Path:
         """Return the file of a key; a symbolic link on the way could lead out of the store and is refused."""
         path = self._root
         for part in layout.key(key).split("/"):
             path = path / part
-            if path.is_symlink():
+            try:
+                leads_away = path.is_symlink()
+            except OSError as error:
+                raise _refused("look at", path, error) from error
+            if leads_away:
                 raise StoreError(
                     f"{path} is a symbolic link; a store holds none: put the file itself there or remove it"
                 )
@@ -171,6 +182,12 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _discard(temporary: Path) -> None:
+    """Delete what is left of a temporary file; what can't be deleted is garbage and fails no write that was done."""
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
 
 
 def _link(temporary: Path, path: Path) -> bool:

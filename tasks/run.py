@@ -251,11 +251,16 @@ class Run:
         """Claim steps for the block once no other run computes one of them; look inside whether it committed them."""
         while (other := self._claims.claim(keys)) is not None:
             self._listen({"event": "waiting", "message": self._waiting(other)})
-            self._claims.wait(other)
+            self._claims.wait(other, self._stop_if_fenced)
         try:
             yield
         finally:
             self._claims.release()
+
+    def _stop_if_fenced(self) -> None:
+        """Stop a run that was taken over; it may wait for long before its next append tells it."""
+        self._log.records()  # reads on
+        self._log.stop_if_fenced()
 
     def _waiting(self, other: Claimed) -> str:
         return f"{self.run_id} waits for step {other.key[:12]}, which {other} computes now, and reuses it then"

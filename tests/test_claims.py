@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +17,10 @@ from outer import results
 
 from flows.iteration import star
 from storage import layout, lease
-from storage.claim import Claims, read_claim
+from storage.claim import Claimed, Claims, read_claim
+from storage.errors import CommitUnknownError, FencedError, StoreError
 from storage.lease import Lease
+from storage.local import LocalBackend
 from storage.store import Store, open_store
 from tasks.run import create_run
 
@@ -54,6 +57,31 @@ def start(store: Store, tmp_path: Path) -> Iterator[Start]:
     yield begin
     for one in made:
         one.kill()
+
+
+class Flaky(LocalBackend):
+    """A store that refuses to delete for a while, and stores what is new without an answer."""
+
+    refuses = False
+    refused = 0
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        self.refuses = True
+        yield
+        self.refuses = False
+
+    def delete(self, key: str) -> None:
+        if self.refuses:
+            self.refused += 1
+            raise StoreError("403")
+        super().delete(key)
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        created = super().put_new(key, data)
+        if self.refuses and created:
+            raise CommitUnknownError("503")
+        return created
 
 
 class Holder:
@@ -115,6 +143,89 @@ def test_a_claim_of_the_same_run_before_it_was_taken_over_is_none(store: Store) 
             assert claim is not None
             assert claim.epoch == 2
         assert read_claim(store.backend, "a") is None
+
+
+def test_a_claim_that_its_own_holder_could_not_let_go_of_is_none(tmp_path: Path) -> None:
+    """It beats by the lease of this very process, which lives: who waited for it would wait for itself."""
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "mine") as claims:
+        assert claims.claim(["a"]) is None
+        with flaky.down():
+            claims.release()
+        assert read_claim(flaky, "a") is not None
+        assert claims.claim(["a"]) is None
+    assert read_claim(flaky, "a") is None
+
+
+def test_a_silent_store_ends_no_session_and_is_asked_once(tmp_path: Path) -> None:
+    """A claim is advisory: what can't be claimed is computed all the same, and each call may take minutes."""
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "mine") as claims:
+        assert claims.claim(["a", "b", "c"]) is None
+        claims.done("a")
+        claims.done("b")
+        with flaky.down():
+            claims.follow("d")
+            claims.release()
+            assert flaky.refused == 1
+        claims.follow("e")
+        assert [key for key in "abcde" if read_claim(flaky, key) is not None] == ["e"]
+
+
+def test_a_session_goes_on_that_cannot_let_go(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "mine") as claims:
+        assert claims.claim(["a", "b"]) is None
+        claims.done("a")
+        with flaky.down():
+            claims.follow("b")
+        assert flaky.refused == 1
+        assert read_claim(flaky, "a") is not None
+        claims.follow("b")
+        assert read_claim(flaky, "a") is None
+
+
+def test_who_waits_lets_go_of_what_the_store_kept(tmp_path: Path) -> None:
+    """Else two who wait for each other's leftovers would wait for ever, since both beat."""
+    store = open_store(str(tmp_path / "store"))
+    store.backend = flaky = Flaky(store.url)
+    with Holder(store, "one") as one, Holder(store, "two") as two:
+        assert one.claim(["a"]) is None
+        assert two.claim(["b"]) is None
+        with flaky.down():
+            one.release()
+            two.release()
+            first, second = one.claim(["b"]), two.claim(["a"])
+        assert first is not None
+        assert second is not None
+
+        def go_on(claims: Claims, other: Claimed) -> None:
+            claims.wait(other)
+            assert claims.claim([other.key]) is None
+
+        waiting = [
+            threading.Thread(target=go_on, args=(one, first), daemon=True),
+            threading.Thread(target=go_on, args=(two, second), daemon=True),
+        ]
+        for each in waiting:
+            each.start()
+        for each in waiting:
+            each.join(30)
+        assert not any(each.is_alive() for each in waiting)
+
+
+def test_two_who_are_no_runs_take_nothing_from_each_other(tmp_path: Path) -> None:
+    """Two collectors have the same name and epoch, and a lease each."""
+    backend = open_store(str(tmp_path / "store")).backend
+    first = Claims(backend, "gc", 0, layout.collector("1"))
+    second = Claims(backend, "gc", 0, layout.collector("2"))
+    assert first.claim(["a"]) is None
+    other = second.claim(["a"])
+    assert other is not None
+    assert other.lease == layout.collector("1")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00garbage", b'{"run": "../../x", "epoch": 1}'])
@@ -180,6 +291,21 @@ def test_runs_that_want_overlapping_steps_all_end(tmp_path: Path) -> None:
         assert sum(pool.map(work, range(4), timeout=240)) == 4
     assert twice == []
     assert all(read_claim(store.backend, key) is None for key in "abcd")
+
+
+def test_a_run_that_waits_stops_when_it_is_taken_over(tmp_path: Path) -> None:
+    described = small.config(tmp_path)
+    store, run = small.start(described)
+
+    def heard(event: Any) -> None:
+        if event["event"] == "waiting":
+            store.run_log(run.run_id).open()  # as one who saw it stand still
+
+    run._listen = heard
+    with Holder(store, "other") as claims, run:
+        assert claims.claim(["a"]) is None
+        with pytest.raises(FencedError, match=f"run {run.run_id} was taken over"), run._alone(["a"]):
+            pass
 
 
 @pytest.mark.parametrize("runs", [2, 3])

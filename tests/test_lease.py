@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,13 +18,13 @@ from orchestrators import QUICK, Orchestrator
 from storage import layout, lease
 from storage.errors import HeldError
 from storage.hold import take_run, wait_until_free
-from storage.holder import this_process
+from storage.holder import is_gone, this_process
 from storage.lease import Lease, Life, Watch
+from storage.local import LocalBackend
 from storage.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from conftest import Raw
 
@@ -87,6 +91,37 @@ def test_a_killed_process_of_this_machine_is_not_waited_for(store: Store, start:
     holder.kill()
     epoch, told, _ = follow(store)
     assert (epoch, told) == (2, [])
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOENT, errno.EACCES])
+def test_a_live_process_that_cannot_be_looked_at_is_not_gone(
+    start: Start, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """No descriptor is left, or `/proc` hides the processes of others."""
+    process = start()
+    holder = replace(this_process(), pid=process.pid, started=_started(process.pid))
+    read = Path.read_text
+
+    def refuse(path: Path, *options: Any, **more: Any) -> str:
+        if str(path) == f"/proc/{process.pid}/stat":
+            raise OSError(error, os.strerror(error))
+        return read(path, *options, **more)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert not is_gone(holder)
+    process.kill()
+    assert is_gone(holder)
+
+
+def test_a_process_whose_id_another_has_now_is_gone(start: Start) -> None:
+    process = start()
+    holder = replace(this_process(), pid=process.pid, started=_started(process.pid))
+    assert not is_gone(holder)
+    assert is_gone(replace(holder, started="1"))
+
+
+def _started(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 @pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
@@ -254,3 +289,35 @@ def test_of_this_very_process_it_is_known_whether_it_holds(store: Store) -> None
     refused(store)
     held.release()
     assert follow(store)[:2] == (2, [])
+
+
+class Failing(LocalBackend):
+    """A shared folder that loses its files for a while."""
+
+    fails = 0
+
+    def put(self, key: str, data: bytes) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        super().put(key, data)
+
+
+def test_a_holder_beats_on_after_an_error_of_the_disk(tmp_path: Path) -> None:
+    backend = Failing(tmp_path / "store")
+    held = Lease(backend, "lease")
+    held.start()
+    try:
+        backend.fails = 3
+        until(lambda: backend.fails == 0)
+        before = backend.get("lease")
+        until(lambda: backend.get("lease") != before)
+    finally:
+        held.release()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,8 +20,6 @@ from storage.probe import probe
 from storage.s3_calls import Patience
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import Raw, S3Server
 
     from storage.backend import Backend
@@ -110,6 +110,37 @@ def test_delete_is_idempotent(backend: Backend) -> None:
     backend.delete("a/b")
     backend.delete("a/b")
     assert backend.size("a/b") is None
+
+
+@pytest.mark.parametrize("seam", ["stat", "lstat", "unlink"])
+def test_an_error_of_the_disk_is_one_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seam: str) -> None:
+    """A shared folder loses its files for a while; who waits for the store to come back waits for this too."""
+    backend = LocalBackend(tmp_path / "store")
+    backend.put_new("a", b"x")
+
+    def fail(path: Path, *_: object, follow_symlinks: bool = True, **__: object) -> os.stat_result:
+        if seam == "stat" and not follow_symlinks:  # as `lstat` calls it
+            return os.lstat(path)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, seam, fail)
+    call = backend.delete if seam == "unlink" else backend.size
+    with pytest.raises(StoreError, match=r"can't (look at|delete) .*/a: Stale file handle"):
+        call("a")
+
+
+def test_a_temporary_file_that_cannot_be_deleted_fails_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend(tmp_path / "store")
+
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    assert backend.put_new("a", b"x")
+    backend.put("b", b"y")
+    assert sorted(backend.list("")) == ["a", "b"]
 
 
 def test_list_and_folders_see_the_prefix_only(backend: Backend) -> None:
