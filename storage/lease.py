@@ -54,8 +54,8 @@ class Life(StrEnum):
 class Lease:
     """Beat under a key from `start` to `release`, in a thread that ends with the process.
 
-    `lost` is asked after each beat whether someone took over what is held; when it says so, the beat ends and `on_lost`
-    is called once, in the beating thread.
+    `lost` is asked after each beat, with a backend of short patience, whether someone took over what is held; when it
+    says so, the beat ends and `on_lost` is called once, in the beating thread.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Lease:
         backend: Backend,
         key: str,
         *,
-        lost: Callable[[], bool] = lambda: False,
+        lost: Callable[[Backend], bool] = lambda backend: False,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend, self._key = backend, key
@@ -107,7 +107,7 @@ class Lease:
                 if self._end.is_set():  # this beat was stuck and may have replaced the last word
                     self._let_go()
                     return
-                lost = self._lost()
+                lost = self._lost(self._hasty)
             except OSError:  # a beat is missed, whatever the store or its disk says; the next one may come through
                 continue
             if lost:
