@@ -30,6 +30,10 @@ class Backend(Protocol):
         """Return the full address of a key, for messages."""
         ...
 
+    def hasty(self, *, silence: float, deadline: float) -> Backend:
+        """Give the same place with a shorter patience, in seconds: with one request, and with all its tries."""
+        ...
+
     def get(self, key: str) -> bytes:
         """Return the whole object or raise NotFoundError."""
         ...

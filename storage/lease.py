@@ -54,8 +54,8 @@ class Life(StrEnum):
 class Lease:
     """Beat under a key from `start` to `release`, in a thread that ends with the process.
 
-    `lost` is asked after each beat whether someone took over what is held; when it says so, the beat ends and `on_lost`
-    is called once, in the beating thread.
+    `lost` is asked after each beat, with a backend of short patience, whether someone took over what is held; when it
+    says so, the beat ends and `on_lost` is called once, in the beating thread.
     """
 
     def __init__(
@@ -63,12 +63,14 @@ class Lease:
         backend: Backend,
         key: str,
         *,
-        lost: Callable[[], bool] = lambda: False,
+        lost: Callable[[Backend], bool] = lambda backend: False,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend, self._key = backend, key
         self._lost, self._on_lost = lost, on_lost
         self._pace = PACE
+        # One lost connection must not look like a holder that is gone: it is let go of long before the time-out.
+        self._hasty = backend.hasty(silence=self._pace.beat_s, deadline=self._pace.timeout_s / 3)
         self._holder = this_process()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -77,7 +79,7 @@ class Lease:
         """Write the first beat and go on beating."""
         with _held_lock:
             _held.add(self._place)
-        self._write(0)
+        self._write(self._backend, 0)
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
@@ -88,9 +90,12 @@ class Lease:
             self._thread.join(self._pace.timeout_s)
         with _held_lock:
             _held.discard(self._place)
+        self._let_go()
+
+    def _let_go(self) -> None:
         try:
-            self._write(-1, released=True)
-        except StoreError:  # the next holder waits for the time-out then
+            self._write(self._hasty, -1, released=True)
+        except OSError:  # the next holder waits for the time-out then
             return
 
     def _beat(self) -> None:
@@ -98,16 +103,19 @@ class Lease:
         while not self._end.wait(self._pace.beat_s):
             number += 1
             try:
-                self._write(number)
-                lost = self._lost()
+                self._write(self._hasty, number)
+                if self._end.is_set():  # this beat was stuck and may have replaced the last word
+                    self._let_go()
+                    return
+                lost = self._lost(self._hasty)
             except OSError:  # a beat is missed, whatever the store or its disk says; the next one may come through
                 continue
             if lost:
                 self._on_lost()
                 return
 
-    def _write(self, beat: int, *, released: bool = False) -> None:
-        self._backend.put(self._key, record.encode({**self._holder.to_json(), "beat": beat, "released": released}))
+    def _write(self, backend: Backend, beat: int, *, released: bool = False) -> None:
+        backend.put(self._key, record.encode({**self._holder.to_json(), "beat": beat, "released": released}))
 
     @property
     def _place(self) -> tuple[str, str]:

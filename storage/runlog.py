@@ -42,7 +42,7 @@ class RunLog:
     def records(self) -> list[dict[str, Any]]:
         """Return all records, verified; a gap in the chain or a falling epoch raises CorruptArtifactError."""
         with self._lock:
-            self._catch_up()
+            self._catch_up(self._backend)
             return list(self._records)
 
     def open(self, **fields: Any) -> int:
@@ -58,7 +58,7 @@ class RunLog:
         `opened` is appended with the fields and the holder: host, process id and what tells this process from others.
         """
         with self._lock:
-            self._catch_up()
+            self._catch_up(self._backend)
             if len(self._records) != seen:
                 return False
             epoch = 1 + self._last_epoch()
@@ -67,12 +67,12 @@ class RunLog:
             self._epoch = epoch
             return True
 
-    def taken_over(self) -> bool:
-        """Look whether somebody took the run over; an append that is under way finds out by itself."""
+    def taken_over(self, backend: Backend | None = None) -> bool:
+        """Look, by a backend of another patience if one is given; an append that is under way finds out by itself."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            self._catch_up()
+            self._catch_up(backend or self._backend)
             return self._epoch is not None and self._last_epoch() > self._epoch
         finally:
             self._lock.release()
@@ -84,7 +84,7 @@ class RunLog:
                 raise StoreError(f"the log of run {self._run_id} is not open for writing; open it first")
             self.stop_if_fenced()  # who has read a newer epoch already would not collide with it any more
             while not self._write({"kind": kind, "epoch": self._epoch, **fields}):
-                self._catch_up()
+                self._catch_up(self._backend)
                 self.stop_if_fenced()
             return self._records[-1]
 
@@ -115,7 +115,7 @@ class RunLog:
         }
         self._backend.put_new(layout.log(self._run_id, seq), record.encode(entry))
         failpoint.hit(f"log {self._run_id} {seq} appended")
-        self._read_next()
+        self._read_next(self._backend)
         return bool(len(self._records) > seq and self._records[seq]["nonce"] == nonce)
 
     def stop_if_fenced(self) -> None:
@@ -131,23 +131,23 @@ class RunLog:
     def _last_epoch(self) -> int:
         return max((entry["epoch"] for entry in self._records), default=0)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, backend: Backend) -> None:
         while True:
-            while self._read_next():
+            while self._read_next(backend):
                 pass
             gap = layout.log(self._run_id, len(self._records))
-            if self._backend.size(layout.log(self._run_id, len(self._records) + 1)) is None:
+            if backend.size(layout.log(self._run_id, len(self._records) + 1)) is None:
                 return
-            if not self._read_next():  # asked again: two records may have been appended since
+            if not self._read_next(backend):  # asked again: two records may have been appended since
                 raise CorruptArtifactError(
                     f"{self._backend.address(gap)} is missing; start a new run, which reuses every committed step"
                 )
 
-    def _read_next(self) -> bool:
+    def _read_next(self, backend: Backend) -> bool:
         seq = len(self._records)
         key = layout.log(self._run_id, seq)
         try:
-            entry, data = record.read(self._backend, key)
+            entry, data = record.read(backend, key)
         except NotFoundError:
             return False
         last_epoch = self._records[-1]["epoch"] if self._records else 1

@@ -316,6 +316,41 @@ def test_a_holder_beats_on_after_an_error_of_the_disk(tmp_path: Path) -> None:
         held.release()
 
 
+class Hanging(LocalBackend):
+    """A store that holds a beat up until it is told to go on."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.patience: dict[str, float] = {}
+        self.go_on, self.hangs = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def hasty(self, *, silence: float, deadline: float) -> LocalBackend:
+        self.patience = {"silence": silence, "deadline": deadline}
+        return self
+
+    def put(self, key: str, data: bytes) -> None:
+        if not json.loads(data)["released"] and not self.go_on.is_set():
+            self.hangs.set()
+            self.go_on.wait(60)
+        super().put(key, data)
+
+
+def test_a_beat_that_hangs_does_not_undo_the_last_word(tmp_path: Path) -> None:
+    backend = Hanging(tmp_path / "store")
+    held = Lease(backend, "lease")
+    assert backend.patience["silence"] <= QUICK.beat_s
+    assert backend.patience["deadline"] < QUICK.timeout_s / 2
+    held.start()
+    backend.go_on.clear()
+    assert backend.hangs.wait(30)
+    held.release()
+    backend.go_on.set()
+    assert held._thread is not None
+    held._thread.join(30)
+    assert json.loads(backend.get("lease"))["released"] is True
+
+
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not true():

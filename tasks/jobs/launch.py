@@ -118,9 +118,10 @@ class ProcessLauncher:
         """Make a folder of our packages alone: another interpreter must not find this one's libraries beside them."""
         self._packages.mkdir(exist_ok=True)
         for package in ("configs", "storage", "tasks"):
-            link = self._packages / package
-            link.unlink(missing_ok=True)  # of an earlier session, perhaps of an older release
-            link.symlink_to(PACKAGES / package)
+            temporary = self._packages / f".{package}-{os.getpid()}"
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(PACKAGES / package)
+            os.replace(temporary, self._packages / package)  # of an earlier session, perhaps of an older release
         return self._packages
 
 
