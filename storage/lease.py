@@ -79,7 +79,12 @@ class Lease:
         """Write the first beat and go on beating."""
         with _held_lock:
             _held.add(self._place)
-        self._write(self._backend, 0)
+        try:
+            self._write(self._backend, 0)
+        except BaseException:
+            with _held_lock:
+                _held.discard(self._place)
+            raise
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
