@@ -240,7 +240,7 @@ class _Forecaster:
         name = part(place.iteration) if place.step != "evaluate" else rates.suite_of(place.label)
         draws = 1.0 if self.config.method is Method.GENRM else self._draws(place)
         measured, notes = self.measured, []
-        length = measured.mean(place, rates.completion_tokens, room=LEAST_TOKENS)
+        length = measured.length(place, rates.completion_tokens)
         if length is None:
             length = ASSUMED["length"].range.times(self.config.sample.max_tokens)
             notes.append(f"length: {ASSUMED['length'].source}")
@@ -248,7 +248,7 @@ class _Forecaster:
             length = Range.exactly(0)
         prompt = self.sizes.prompt_tokens.get(name)
         if not self.sizes.exact or prompt is None:
-            prompt = measured.mean(place, rates.prompt_tokens, room=LEAST_TOKENS) or prompt
+            prompt = measured.length(place, rates.prompt_tokens) or prompt
         tokens = rows.times(length)
         read = rows.times(1 / draws).times(prompt) if prompt else None
         share = ASSUMED[f"read {self._writer}"].range.value
@@ -328,7 +328,7 @@ class _Forecaster:
         if self.config.method is Method.GENRM:
             return prompt.plus(ASSUMED["verdict"].range) if prompt else None
         written = Place(place.iteration, "sample", "")
-        length = self.measured.mean(written, rates.completion_tokens, room=LEAST_TOKENS)
+        length = self.measured.length(written, rates.completion_tokens)
         length = length or ASSUMED["length"].range.times(self.config.sample.max_tokens)
         sides = 2 if self.config.method is Method.STAR_DPO and place.iteration else 1
         return prompt.plus(length).times(sides) if prompt else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from configs.run import Method
 from tasks.earlier import Place
-from tasks.estimate import Range
+from tasks.estimate import LEAST_TOKENS, Range
 from tasks.step import software
 
 if TYPE_CHECKING:
@@ -28,11 +28,15 @@ def suite_of(label: str) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold the manifests of an earlier run of the same engine, trainer and base model; empty where there is none."""
+    """Hold the manifests of an earlier run of the same engine, trainer and base model; empty where there is none.
+
+    `texts` are those of what was written, by the same kind of engine: another dtype writes as long texts, not as fast.
+    """
 
     run_id: str = ""
     manifests: Mapping[Place, Manifest] = field(default_factory=dict)
     method: Method | None = None
+    texts: Mapping[Place, Manifest] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: RunConfig, run_id: str, then: RunConfig, manifests: Mapping[Place, Manifest]) -> Measured:
@@ -43,7 +47,9 @@ class Measured:
             for place, one in manifests.items()
             if (same[0] or place.step not in (*WRITTEN, "parity")) and (same[1] or place.step != "train")
         }
-        return cls(run_id, kept, then.method)
+        alike = (config.engine.kind, config.model.base) == (then.engine.kind, then.model.base)
+        texts = {place: one for place, one in manifests.items() if alike and place.step in WRITTEN}
+        return cls(run_id, kept, then.method, texts)
 
     def mean(self, place: Place, measure: Callable[[Manifest], float | None], *, room: float) -> Range | None:
         """Give a measure of the step in the same place, with the spread of its like; else the mean of its like.
@@ -60,6 +66,10 @@ class Measured:
                 room = max(room, ELSEWHERE)
             return Range(value, min(*found.values(), value), max(*found.values(), value)).widened(room)
         return None
+
+    def length(self, place: Place, measure: Callable[[Manifest], float | None]) -> Range | None:
+        """Give a length as `mean` gives a measure."""
+        return replace(self, manifests=self.texts or self.manifests).mean(place, measure, room=LEAST_TOKENS)
 
     def _levels(self, place: Place) -> Iterator[list[tuple[Place, Manifest]]]:
         of_name = [(at, one) for at, one in self.manifests.items() if at.step == place.step]

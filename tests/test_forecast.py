@@ -348,3 +348,21 @@ def test_a_plan_is_measured_by_the_run_that_is_most_like(tmp_path: Path) -> None
         sources = {one.estimate.source for one in cost_plan(store, described, star)[1].steps}
         named = {said.split("measured in ")[1].rsplit("-", 2)[0] for said in sources if "measured in " in said}
         assert named == {source}
+
+
+def test_another_dtype_tells_lengths_and_no_rate(tmp_path: Path) -> None:
+    sample = Place(1, "sample", "")
+    manifests = dict([generation(sample, prompts=100, draws=2, length=20, seconds=10)])
+    now, then = config(tmp_path), config(tmp_path, engine={"kind": "vllm", "dtype": "float32"})
+    other = config(tmp_path, engine={"kind": "transformers"})
+
+    def planned_by(earlier: Any) -> Any:
+        known = Measured.of(now, "run", earlier, manifests)
+        return forecast(now, [planned(sample, 200)], SIZES, known).steps[-1].estimate
+
+    same, dtype, kind = (planned_by(one) for one in (now, then, other))
+    assert same.tokens.value == dtype.tokens.value == 200 * 20
+    assert kind.tokens.value == pytest.approx(200 * 0.3 * 64)
+    assert same.source == "measured in run"
+    assert dtype.source.startswith("rate: ")
+    assert kind.source.startswith("length: ")
