@@ -280,7 +280,8 @@ def config_show(name: str, overrides: Sequence[str], as_json: bool) -> None:
     values, missing = preview(name, overrides)
     print_json(values) if as_json else click.echo(write(values), nl=False)
     if missing:
-        click.echo(f"{missing} values must be set before {name} can run", err=True)
+        values_word = "value" if missing == 1 else "values"
+        click.echo(f"{missing} {values_word} must be set before {name} can run", err=True)
 
 
 @config.command("validate")

@@ -59,7 +59,8 @@ def void(key: str, reason: str, store: str | None) -> None:
 @STORE
 def pin(judge: str, name: str, store: str | None) -> None:
     """Keep checkpoint N of RUN (by default its last) under NAME, whatever becomes of the run."""
-    from storage.refs import pin_down
+    from storage.errors import DataError
+    from storage.refs import get_ref, pin_down
     from tasks.keep import checkpoint_pin
 
     run_id, _, number = judge.partition("@")
@@ -67,6 +68,9 @@ def pin(judge: str, name: str, store: str | None) -> None:
         raise click.UsageError(f"{judge}: write RUN@N with the number of a checkpoint, e.g. last@2")
     opened = open_named(store)
     found = checkpoint_pin(opened, find_run(opened, run_id), int(number) if number else None)
+    before = get_ref(opened.backend, name)
+    if before is not None and before != found:
+        raise DataError(f"{name} is {before.words} already; `starwheel unpin {name}`, or choose another name")
     pin_down(opened, name, found)
     click.echo(f"{name} is {found.words}")
 
@@ -96,11 +100,16 @@ def unpin(name: str, store: str | None) -> None:
 @STORE
 def rm(run_id: str, yes: bool, kept: tuple[str, ...], store: str | None) -> None:
     """Remove RUN: it can't be resumed, and `gc` deletes what no other run and no pin uses."""
+    from storage.errors import DataError
+    from storage.hold import REMOVED
     from storage.refs import pin_down
+    from tasks.history import read_history
     from tasks.keep import best_checkpoint, checkpoint_pin, remove, summary
 
     opened = open_named(store)
     run_id = find_run(opened, run_id)
+    if kept and read_history(opened, run_id).state == REMOVED:
+        raise DataError(f"{run_id} was removed already, so there is nothing to keep of it; leave --keep out")
     numbers = {which: best_checkpoint(opened, run_id) if which == "best" else None for which in kept}
     pins = {f"{run_id}-{which}": checkpoint_pin(opened, run_id, number) for which, number in numbers.items()}
     if not yes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -571,3 +573,21 @@ def test_a_run_is_not_shown_with_the_results_of_another_attempt(tmp_path: Path) 
     assert (used.attempt, again.attempt) == (0, 1)
     assert manifest_of(first.store, used) is None
     assert manifest_of(first.store, again) is not None
+
+
+def test_an_interrupted_query_is_an_interrupt(sft: Looked) -> None:
+    """DuckDB tells Ctrl-C by an error of its own."""
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            query(sft.contents, "SELECT count(*) FROM range(1000000000000::BIGINT) a, range(10) b", limit=1)
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_untrained_judge_is_checkpoint_0_without_a_warm_start(tmp_path: Path) -> None:
+    done = finish(tmp_path, iterations=1, data=DATA, bootstrap=None, split={"bootstrap": 0})
+    assert side(read_contents(done.store, done.run.run_id), "base").judge == "0"

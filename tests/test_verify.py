@@ -267,6 +267,10 @@ def test_pin_rm_and_gc_by_their_commands(copy: Copy, capsys: pytest.CaptureFixtu
         (("pin", "last@7", "judge"), "has no checkpoint 7; it has 0, 1"),
         (("pin", "last@x", "judge"), "write RUN@N"),
         (("pin", "last", "../judge"), "can't be a name in the store"),
+        (
+            ("pin", "last@0", "judge"),
+            f"judge is checkpoint 1 of {copy.run_id} ({model[:12]}) already; `starwheel unpin",
+        ),
         (("unpin", "nobody"), "nothing is pinned under nobody; pinned: judge"),
         (("gc", "--grace", "-1"), "--grace -1.0: give a number of days"),
         (("verify", "nothing"), "no run is named nothing"),
@@ -291,6 +295,9 @@ def test_pin_rm_and_gc_by_their_commands(copy: Copy, capsys: pytest.CaptureFixtu
     code, _, told = called(capsys, "resume", copy.run_id, *store)
     assert code == 2
     assert "was removed; start a new run" in told
+    code, out, told = called(capsys, "rm", copy.run_id, "--yes", "--keep", "last", *store)
+    assert (code, out) == (2, "")
+    assert "was removed already" in told
 
     dry = json.loads(called(capsys, "gc", "--json", *store)[1])
     assert {one["state"] for one in dry} == {"waiting"}

@@ -169,6 +169,8 @@ def side(contents: Contents, judge: str | None) -> Side:
     judges = list(dict.fromkeys(one for one, _ in scores(contents)))
     numbers = sorted((int(one) for one in judges if one != "base"), reverse=True)
     where = f"{contents.store.url}: {contents.history.run_id}"
+    if judge == "base" and "base" not in judges and contents.history.config.bootstrap is None:
+        judge = "0"  # without a warm start the untrained judge is checkpoint 0
     if judge is None and numbers:
         return Side(contents, str(numbers[0]), alone=False)
     if judge is None or judge not in judges:

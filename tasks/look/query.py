@@ -58,6 +58,10 @@ def query(contents: Contents, sql: str, *, limit: int) -> Answer:
             found = connection.execute(asked[0])
             columns = _unlike([column[0] for column in found.description or ()])
             rows = found.fetchmany(limit + 1)
+        except RuntimeError as error:  # DuckDB's word for Ctrl-C
+            if "interrupted" in str(error):
+                raise KeyboardInterrupt from None
+            raise
         except duckdb.Error as error:
             what = str(error).strip().splitlines()[0].rstrip("!.")
             known = ", ".join(view.name for view in views(contents)) or "none yet"
