@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from configs.facts import find_facts
 from configs.run import EngineKind, Method, RunConfig, SampleOrder
 from storage.schema import Split, part
-from tasks import rates
+from tasks import rates, repair
 from tasks.earlier import Place
 from tasks.estimate import ASSUMED, LEAST_SECONDS, LEAST_TOKENS, REFERENCE_CPU, REFERENCE_GPU, Estimate, Range, total
 from tasks.rates import WRITTEN, Measured
@@ -173,7 +173,8 @@ class _Forecaster:
 
     def _broken(self, iteration: int) -> Range | None:
         asked = self._asked(iteration)
-        share = rates.broken_share(self.measured.manifests) or ASSUMED["broken"].range
+        statuses = repair.mended_statuses(self.config)
+        share = rates.broken_share(self.measured.manifests, statuses) or ASSUMED["broken"].range
         return asked.times(self.config.sample.n).times(share) if asked else None
 
     def _failed(self, iteration: int) -> Range | None:

@@ -11,7 +11,7 @@ from tasks.estimate import LEAST_TOKENS, Range
 from tasks.step import software
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from configs.run import RunConfig
     from storage.manifest import Manifest
@@ -206,13 +206,16 @@ def bytes_a_row(manifest: Manifest) -> float | None:
     return stored_bytes(manifest) / rows if rows else None
 
 
-def broken_share(manifests: Mapping[Place, Manifest]) -> Range | None:
-    """Give the share of an iteration's completions that were mended."""
+def broken_share(manifests: Mapping[Place, Manifest], statuses: Collection[str]) -> Range | None:
+    """Give the share of an iteration's completions that were mended, else of those dropped with these statuses."""
     shares = [
         manifest.counts["in"] / manifests[sampled].counts["in"]
         for place, manifest in manifests.items()
         if place.step == "repair" and (sampled := Place(place.iteration, "sample", "")) in manifests
     ]
+    if not shares:
+        selected = [one.counts for place, one in manifests.items() if place.step == "select" and one.counts["in"]]
+        shares = [sum(one["dropped"].get(status, 0) for status in statuses) / one["in"] for one in selected]
     return Range(sum(shares) / len(shares), min(shares), max(shares)) if shares else None
 
 

@@ -30,12 +30,16 @@ def wanted(config: RunConfig) -> bool:
     return config.repair.tokens > 0 or config.repair.redraws > 0
 
 
+def mended_statuses(config: RunConfig) -> list[str]:
+    """Name the statuses of the completions that the config has mended."""
+    kinds = {Status.TRUNCATED: config.repair.tokens, Status.UNPARSED: config.repair.redraws}
+    return [kind.value for kind, asked in kinds.items() if asked]
+
+
 def broken(config: RunConfig, completions: pa.Table, pairs: pa.Table) -> pa.Table:
     """Give the completions that the config has mended."""
-    kinds = {Status.TRUNCATED: config.repair.tokens, Status.UNPARSED: config.repair.redraws}
-    statuses = [kind.value for kind, asked in kinds.items() if asked]
     status = frames.series(verdict.judge(completions, pairs).column("status"))
-    return completions.filter(status.is_in(statuses).to_arrow())
+    return completions.filter(status.is_in(mended_statuses(config)).to_arrow())
 
 
 def repair_step(config: RunConfig, samples: Manifest, model: Model) -> Step:

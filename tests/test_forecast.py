@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -366,3 +367,14 @@ def test_another_dtype_tells_lengths_and_no_rate(tmp_path: Path) -> None:
     assert same.source == "measured in run"
     assert dtype.source.startswith("rate: ")
     assert kind.source.startswith("length: ")
+
+
+def test_what_an_earlier_run_dropped_as_broken_is_what_is_mended(tmp_path: Path) -> None:
+    described = config(tmp_path, repair={"tokens": 8})
+    place = Place(1, "select", "")
+    counts = {"in": 200, "kept": 20, "dropped": {"truncated": 80, "unparsed": 60, "wrong": 40}}
+    earlier = {place: replace(made(place, 200), counts=counts)}
+    steps = [planned(Place(1, "repair", ""), None)]
+    rows = forecast(described, steps, SIZES, Measured("run", earlier)).steps[-1].estimate.rows
+    assert rows is not None
+    assert rows.value == pytest.approx(80)
