@@ -177,8 +177,10 @@ def judgments(number: int = 1_000_000) -> dict[str, Any]:
     from configs.run import PairsConfig, SelectConfig
     from tasks import pairs, select
     from tasks.judge import verdict
-    from tests.judge_cases import PROMPT
-    from tests.test_pairs import many
+
+    sys.path.insert(0, str(ROOT / "tests"))  # where pytest puts it: tests import each other by their bare names
+    from judge_cases import PROMPT
+    from test_pairs import many
 
     completions, stored = many(number)
     made: dict[str, Any] = {"judgments": number}
